@@ -1,0 +1,417 @@
+/*
+ * kdtree-engine: native kernels for DDTree speculative decoding on MLA models.
+ *
+ * This is the whole C ABI of libkdtree_kernels.so (the KDTR container has its own header, kdtr.h).
+ * It is C11 and needs no CUDA header. Read it from top to bottom:
+ *
+ *   1. versions and build facts       4. the draft tree and its layout
+ *   2. status codes and error text    5. operations on trees
+ *   3. contexts and devices           6. the KV cache
+ *
+ * Letters used in shapes:
+ *   B requests in the batch      D draft depth              K candidates a row
+ *   V vocabulary                 N node slots, root included (budget + 1)
+ *   W ceil(N / 64)               M tokens an accepted path may hold
+ *
+ * Rules that hold for every operation:
+ *   - Arrays are row-major. [B, D, K] beside a pointer is its shape. Strides count ELEMENTS, and 0 means
+ *     packed. The last dimension is always contiguous, and so is every one-dimensional array.
+ *   - Pointers are aligned to their element type. On the CPU backend all memory is host memory; on the
+ *     CUDA backend all arrays are device memory (the parameter structs themselves are always host memory).
+ *   - The byte range an output spans (first to last element, strides included) must not overlap any other
+ *     array of the call, unless the operation says otherwise.
+ *   - Every optional pointer says so; every other pointer is required, except that arrays without elements
+ *     (B = 0, say) may be NULL. B = 0 is a no-op.
+ *   - Parameter structs start with struct_size = sizeof(the struct) and must otherwise be zero-initialised:
+ *         kdt_tree_build_params p = {.struct_size = sizeof p};
+ *     A larger struct (a newer header) is accepted when its unknown bytes are zero. Fields marked
+ *     "reserved" are refused with KDT_ERR_UNSUPPORTED when set.
+ *   - Scratch memory is the caller's: kdt_X_workspace_size gives the bytes kdt_X needs for the same context
+ *     and the same scalars in its params (pointers to arrays are not read). The size never shrinks when a
+ *     dimension grows. Any alignment will do; the workspace must not overlap any array of the call.
+ *   - A call that returns an error has written nothing. Bad numbers INSIDE device or host arrays are no
+ *     error: they set flags in `status` (KDT_STATUS_*), for that request alone.
+ *   - num_live, optional, is a single int32 in the same memory as the arrays: requests >= num_live are dead
+ *     and get padding (see each operation). It is clamped to 0..B without a flag.
+ *   - `stream` is a cudaStream_t on the CUDA backend (NULL: the default stream) and must be NULL on the CPU
+ *     backend, where a call has finished when it returns.
+ *   - The same inputs give the same bits on every run, with any number of threads. All functions may be
+ *     called from many threads at once, with one context too. No function throws, aborts or exits.
+ */
+#ifndef KDTREE_KDTREE_H
+#define KDTREE_KDTREE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define KDT_API __attribute__((visibility("default")))
+#else
+#define KDT_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- 1. Versions and build facts ------------------------------------------------------------------- */
+
+/* The release, and apart from it the ABI: the major number changes when a program built against an older
+ * header would break, the minor number when something was added. */
+#define KDT_VERSION "0.1.0"
+#define KDT_ABI_MAJOR 1
+#define KDT_ABI_MINOR 0
+
+/* KDT_ABI_MAJOR * 1000 + KDT_ABI_MINOR of the loaded library. Compare the major part before any other call. */
+KDT_API int32_t kdt_abi_version(void);
+
+/* The release as text, "0.1.0". Static storage. */
+KDT_API const char* kdt_version(void);
+
+/* One JSON object: version, abi, compiler, build_type, cuda (bool), cuda_architectures. Static storage. */
+KDT_API const char* kdt_build_info(void);
+
+/* Largest values the operations accept; beyond them a call fails with KDT_ERR_LIMIT and names the limit. */
+#define KDT_MAX_BUDGET 1024     /* nodes without the root; so N <= 1025 */
+#define KDT_MAX_DEPTH 64        /* D */
+#define KDT_MAX_CANDIDATES 1024 /* K */
+
+/* ---- 2. Status codes and error text ---------------------------------------------------------------- */
+
+/* Returned by every function with an int32_t result. 0 is success; the hundreds are groups. */
+enum {
+  KDT_OK = 0,
+
+  /* 1xx: the caller's mistake, found before anything was written. */
+  KDT_ERR_INVALID_ARGUMENT = 100, /* a value that is out of its range or contradicts another */
+  KDT_ERR_NULL_POINTER = 101,     /* a required pointer is NULL */
+  KDT_ERR_SHAPE = 102,            /* a dimension is negative or does not match another */
+  KDT_ERR_LIMIT = 103,            /* a documented limit is exceeded */
+  KDT_ERR_STRIDE = 104,           /* a stride is negative, too small or overflows the address range */
+  KDT_ERR_ALIGNMENT = 105,        /* a pointer is not aligned to its element type */
+  KDT_ERR_OVERLAP = 106,          /* an output overlaps another array */
+  KDT_ERR_WORKSPACE = 107,        /* the workspace is missing or too small */
+  KDT_ERR_STRUCT = 108,           /* struct_size is unknown, or unknown trailing bytes are not zero */
+
+  /* 2xx: not to be had from this library or on this machine. */
+  KDT_ERR_UNSUPPORTED = 200, /* a reserved field is set, or the backend lacks the operation */
+  KDT_ERR_NO_BACKEND = 201,  /* the library was built without that backend */
+  KDT_ERR_NO_DEVICE = 202,   /* no usable driver or device */
+
+  /* 3xx: the machine failed us. */
+  KDT_ERR_OUT_OF_MEMORY = 300,
+  KDT_ERR_CUDA = 301, /* a CUDA call or launch failed; the text has CUDA's own */
+
+  /* 4xx: our mistake; please report it. */
+  KDT_ERR_INTERNAL = 400
+
+  /* 5xx: KDTR files, see kdtr.h. */
+};
+
+/* "KDT_ERR_SHAPE" and so on; "unknown status" for a number that is none. Static storage, never NULL. */
+KDT_API const char* kdt_status_name(int32_t status);
+
+/* Why the last failing call of THIS thread failed: function, argument, what was expected and what came.
+ * "" when nothing failed yet. Valid until the next failing call of this thread; never NULL. */
+KDT_API const char* kdt_last_error(void);
+
+/* Per-request flags in the `status` arrays of the operations: 0 or a sum. */
+enum {
+  KDT_STATUS_ROW_INVALID = 1,   /* NaN, +inf or nothing finite in a row of logits */
+  KDT_STATUS_ROW_TRUNCATED = 2, /* a row of candidates ended early */
+  KDT_STATUS_BAD_TREE = 4,      /* malformed parents, mask, links or path */
+  KDT_STATUS_CLAMPED = 8,       /* a number in an array was out of range and was clamped */
+  KDT_STATUS_BAD_TARGET = 16    /* a target token < 0 */
+};
+
+/* ---- 3. Contexts and devices ----------------------------------------------------------------------- */
+
+enum { KDT_BACKEND_CPU = 0, KDT_BACKEND_CUDA = 1 };
+
+/* Where and how operations run. Immutable once created. */
+typedef struct kdt_context kdt_context;
+
+typedef struct kdt_context_params {
+  size_t struct_size;
+  int32_t backend;     /* KDT_BACKEND_* */
+  int32_t device;      /* CUDA device ordinal; 0 on the CPU backend */
+  int32_t num_threads; /* CPU threads a call may use, 0..1024; 0: as many as this process may run on */
+  int32_t reserved0;   /* reserved */
+} kdt_context_params;
+
+/* Creates *context. params may be NULL: the CPU backend with default threads. On an error *context is NULL.
+ * Errors: INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
+KDT_API int32_t kdt_context_create(const kdt_context_params* params, kdt_context** context);
+
+/* Frees a context that no call is using any more. NULL is allowed. */
+KDT_API void kdt_context_destroy(kdt_context* context);
+
+/* What kdt_context_create settled on: num_threads is never 0 here on the CPU backend. */
+KDT_API int32_t kdt_context_get(const kdt_context* context, kdt_context_params* params);
+
+/* Number of devices of a backend (the CPU backend has one). *count is 0 on an error.
+ * Errors: INVALID_ARGUMENT, NO_BACKEND (built without it), NO_DEVICE (no driver, no GPU), CUDA. */
+KDT_API int32_t kdt_device_count(int32_t backend, int32_t* count);
+
+typedef struct kdt_device_info {
+  size_t struct_size;              /* in: sizeof(kdt_device_info) */
+  char name[256];                  /* NUL-terminated */
+  int64_t memory_bytes;            /* device memory; 0 on the CPU backend */
+  int32_t compute_capability;      /* CUDA: major * 10 + minor, 90 for an H200; CPU: 0 */
+  int32_t kernel_architecture;     /* CUDA: architecture the loaded kernels were compiled for, 90 for 90a code,
+                                      80 when the driver compiled the portable PTX; CPU: 0 */
+  int32_t multiprocessors;         /* CUDA: SMs; CPU: hardware threads this process may run on */
+  int32_t max_shared_memory_bytes; /* CUDA: opt-in limit a block; CPU: 0 */
+} kdt_device_info;
+
+/* Fills *info for one device. On CUDA it runs one tiny kernel there, so success proves that the library's
+ * device code loads. Not for hot loops: it allocates and synchronises. The caller's current device is kept.
+ * Errors: as kdt_device_count, and INVALID_ARGUMENT for a device that does not exist, STRUCT. */
+KDT_API int32_t kdt_device_query(int32_t backend, int32_t device, kdt_device_info* info);
+
+/* ---- 4. The draft tree ----------------------------------------------------------------------------- */
+
+/*
+ * B trees of at most N slots each, one after another. Slot 0 is the ROOT: the last token already emitted,
+ * whose KV row is not in the cache yet. Slots 1.. are nodes in emission order (best first), so parents come
+ * before children, and the first b+1 slots are the tree of budget b. Slots at and beyond node_count hold
+ * the padding given below. Token id 0 is an ordinary token.
+ *
+ * Operations that return a tree write every array; operations that take one say which they read. A caller
+ * who fills a tree by hand may use any sibling order: tree_accept follows the links as given.
+ */
+typedef struct kdt_tree {
+  size_t struct_size;
+  int32_t batch_size;        /* B >= 0 */
+  int32_t num_slots;         /* N, 1..1025 */
+  int64_t slot_stride;       /* from request to request in each [B, N] array, >= N */
+  int64_t visibility_stride; /* from request to request in visibility, >= N * visibility_pitch */
+  int64_t visibility_pitch;  /* from row to row in visibility, >= W */
+  int32_t* tokens;           /* [B, N]; padding -1 */
+  int32_t* parents;          /* [B, N] slots; the root's and padding -1 */
+  int32_t* first_child;      /* [B, N] slots; none and padding -1 */
+  int32_t* next_sibling;     /* [B, N] slots, ascending; none and padding -1 */
+  int32_t* depths;           /* [B, N]; root and padding 0 */
+  int32_t* positions;        /* [B, N]; prefix_len + depth, so siblings share one; padding 0 */
+  float* log_probs;          /* [B, N]; path sum, root 0; padding -inf */
+  uint64_t* visibility;      /* [B, N, W]; bit j of row i (bit 0 = LSB of word 0) is set when j is i or an
+                                ancestor of i; padding rows 0 */
+  int32_t* node_count;       /* [B]; root included; 0 for a dead request */
+  int32_t* status;           /* [B], optional; sum of KDT_STATUS_* */
+} kdt_tree;
+
+/* ---- 5. Operations on trees ------------------------------------------------------------------------ */
+
+/*
+ * tree_build: the best `budget`-node tree from D rows of K candidates (DDTree, arXiv 2604.12989).
+ *
+ * A node is a tuple of ranks (r1..rd); its score is the float64 sum, from +0.0 in depth order, of its path's
+ * float32 log-probs. The tree is the first `budget` nodes in the order (score descending; then rank tuples
+ * lexicographically, a proper prefix first). log_probs is the score rounded to float32.
+ *
+ * A row ends at its first entry that is NaN, infinite, > 0, larger than the entry before it, or whose token
+ * id is < 0 or >= vocab_size (when given). An empty row ends the tree at its depth. Candidates keep the
+ * caller's order; equal ids are kept.
+ *
+ * status: ROW_TRUNCATED when a row d < max_depth ended before K, unless all that is left of it is padding,
+ * that is (-inf, -1); CLAMPED when budgets[b], max_depths[b] or prefix_lens[b] was out of range.
+ * Dead requests: padding, node_count 0, status 0.
+ * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT, UNSUPPORTED.
+ */
+typedef struct kdt_tree_build_params {
+  size_t struct_size;
+  int32_t depth;                /* D, 0..64; 0: only roots */
+  int32_t num_candidates;       /* K, 0..1024 */
+  int32_t budget;               /* 0..1024; tree->num_slots must be budget + 1 */
+  int32_t vocab_size;           /* 0: unknown, ids are only checked for < 0 */
+  const float* log_probs;       /* [B, D, K] natural log */
+  int64_t log_probs_stride;     /* from request to request, >= D * log_probs_row_stride */
+  int64_t log_probs_row_stride; /* from row to row, >= K */
+  const int32_t* token_ids;     /* [B, D, K] */
+  int64_t token_ids_stride;     /* as for log_probs */
+  int64_t token_ids_row_stride;
+  const int32_t* root_tokens; /* [B] */
+  const int32_t* prefix_lens; /* [B] tokens in the KV cache, clamped to 0..2^31-1-D */
+  const int32_t* budgets;     /* [B], optional; clamped to 0..budget */
+  const int32_t* max_depths;  /* [B], optional; clamped to 0..D */
+  const int32_t* num_live;    /* [1], optional */
+  const kdt_tree* tree;       /* out */
+  int32_t spine_len;          /* reserved */
+  int32_t reserved0;          /* reserved */
+  const float* min_scores;    /* reserved: [B] nodes below it are left out */
+  const float* depth_costs;   /* reserved: [D] cost-aware stop */
+} kdt_tree_build_params;
+
+KDT_API int32_t kdt_tree_build_workspace_size(const kdt_context* context, const kdt_tree_build_params* params,
+                                              size_t* size);
+KDT_API int32_t kdt_tree_build(const kdt_context* context, const kdt_tree_build_params* params, void* workspace,
+                               size_t workspace_size, void* stream);
+
+/*
+ * tree_from_parents: the same layout for trees of other drafters (EAGLE, Medusa, n-gram), of any depth < N.
+ * Parents must come before their children: parents[0] = -1 and 0 <= parents[i] < i. log_probs are 0.
+ *
+ * status: BAD_TREE (then the tree is its root alone) when parents are malformed or node_counts[b] is outside
+ * 0..N; CLAMPED when prefix_lens[b] was outside 0..2^31-1-N. A request with node_counts[b] = 0 is treated as
+ * dead. Dead requests: padding, node_count 0, status 0.
+ * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT.
+ */
+typedef struct kdt_tree_from_parents_params {
+  size_t struct_size;
+  const int32_t* tokens;      /* [B, N] */
+  int64_t tokens_stride;      /* from request to request, >= N */
+  const int32_t* parents;     /* [B, N] slots */
+  int64_t parents_stride;     /* from request to request, >= N */
+  const int32_t* node_counts; /* [B] root included */
+  const int32_t* prefix_lens; /* [B] */
+  const int32_t* num_live;    /* [1], optional */
+  const kdt_tree* tree;       /* out */
+} kdt_tree_from_parents_params;
+
+KDT_API int32_t kdt_tree_from_parents_workspace_size(const kdt_context* context,
+                                                     const kdt_tree_from_parents_params* params, size_t* size);
+KDT_API int32_t kdt_tree_from_parents(const kdt_context* context, const kdt_tree_from_parents_params* params,
+                                      void* workspace, size_t workspace_size, void* stream);
+
+/*
+ * tree_from_visibility: the same, from a boolean ancestor mask: mask[i][j] != 0 when slot j is i or an
+ * ancestor of i. Rows and columns >= node_counts[b] are ignored. The mask must be an ancestor closure over
+ * slots where parents come first (true diagonal, nothing above it, and row i is its parent's row plus i, the
+ * parent being its highest j < i); otherwise BAD_TREE and the root alone.
+ * Everything else as for tree_from_parents.
+ */
+typedef struct kdt_tree_from_visibility_params {
+  size_t struct_size;
+  const uint8_t* mask;        /* [B, N, N], one byte an entry */
+  int64_t mask_stride;        /* from request to request, >= N * mask_row_stride */
+  int64_t mask_row_stride;    /* from row to row, >= N */
+  const int32_t* tokens;      /* [B, N] */
+  int64_t tokens_stride;      /* from request to request, >= N */
+  const int32_t* node_counts; /* [B] root included */
+  const int32_t* prefix_lens; /* [B] */
+  const int32_t* num_live;    /* [1], optional */
+  const kdt_tree* tree;       /* out */
+} kdt_tree_from_visibility_params;
+
+KDT_API int32_t kdt_tree_from_visibility_workspace_size(const kdt_context* context,
+                                                        const kdt_tree_from_visibility_params* params,
+                                                        size_t* size);
+KDT_API int32_t kdt_tree_from_visibility(const kdt_context* context, const kdt_tree_from_visibility_params* params,
+                                         void* workspace, size_t workspace_size, void* stream);
+
+/*
+ * tree_accept: the longest path from the root that agrees with the target.
+ *
+ * target_tokens[b][i] is the target's token after slot i. From the root on: find the first child in link
+ * order whose token is the target's token after the current slot; emit the target's token; go on from that
+ * child. The token emitted where no child matches is the bonus, and the last. The walk also ends, in this
+ * order of precedence, with a stop token (emitted; finished 1; the root's token is not tested), when
+ * max_tokens[b] tokens are out (finished 2; at once when max_tokens[b] <= 0), when M tokens are out
+ * (finished 0), and at a target token < 0, which is not emitted (finished 0).
+ *
+ * Always: accept_len = token_count; accept_index = the root and the first token_count - 1 accepted slots,
+ * that is, the slots whose KV rows are to be kept (see kv_compact); next_root = the last emitted token (the
+ * root's token when none was), whose KV row is not in the cache: the next step's root.
+ *
+ * The children of slot p are first_child[p], then next_sibling of that, and so on until -1. A link must lie
+ * above p and below node_count, and at most N links are followed in the whole walk: at another link the
+ * list counts as ended, and BAD_TREE is set; the bonus still comes. The list of a slot is searched before
+ * its token is emitted, so this flag does not depend on stop_tokens or max_tokens for the slots visited.
+ *
+ * status: BAD_TREE; BAD_TARGET (a target token < 0 was met); CLAMPED when node_count was outside 0..N.
+ * Dead requests, and those with node_count 0: tokens, accept_index, next_root -1, all else 0.
+ * Reads of the tree: tokens, first_child, next_sibling, node_count; its other arrays may be NULL.
+ * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT, UNSUPPORTED.
+ */
+typedef struct kdt_tree_accept_params {
+  size_t struct_size;
+  const kdt_tree* tree;          /* in */
+  const int32_t* target_tokens;  /* [B, N] */
+  int64_t target_tokens_stride;  /* from request to request, >= N */
+  const int32_t* max_tokens;     /* [B], optional */
+  const int32_t* stop_tokens;    /* [num_stop_tokens], for all requests; optional */
+  int32_t num_stop_tokens;       /* >= 0 */
+  int32_t max_len;               /* M >= 1 */
+  const int32_t* num_live;       /* [1], optional */
+  int32_t* tokens;               /* out [B, M]; padding -1 */
+  int64_t tokens_stride;         /* from request to request, >= M */
+  int32_t* accept_index;         /* out [B, M] slots; padding -1 */
+  int64_t accept_index_stride;   /* from request to request, >= M */
+  int32_t* token_count;          /* out [B] */
+  int32_t* accept_len;           /* out [B] */
+  int32_t* next_root;            /* out [B] */
+  int32_t* finished;             /* out [B] 0, 1 stop token, 2 max_tokens */
+  int32_t* status;               /* out [B], optional */
+  const float* target_log_probs; /* reserved: [B, N] */
+  float* log_probs;              /* reserved: out [B, M] */
+} kdt_tree_accept_params;
+
+KDT_API int32_t kdt_tree_accept_workspace_size(const kdt_context* context, const kdt_tree_accept_params* params,
+                                               size_t* size);
+KDT_API int32_t kdt_tree_accept(const kdt_context* context, const kdt_tree_accept_params* params, void* workspace,
+                                size_t workspace_size, void* stream);
+
+/* ---- 6. The KV cache ------------------------------------------------------------------------------- */
+
+/*
+ * One cache of L layers, paged or contiguous. With a block_table, logical row r of request b is row
+ * r % page_size of page block_table[b][r / page_size]; without one the cache is [B, S, w], page_size is S,
+ * num_pages is at least B, and page b is request b's.
+ * Layers are either one allocation (data and layer_stride) or an array of L pointers (layer_data).
+ */
+typedef struct kdt_kv_cache {
+  size_t struct_size;
+  void* data;                 /* [L, num_pages, page_size, w]; NULL when layer_data is given */
+  void* const* layer_data;    /* [L] pointers to [num_pages, page_size, w], in the memory of the arrays */
+  int32_t num_layers;         /* L >= 1 */
+  int32_t num_pages;          /* >= 0 */
+  int32_t page_size;          /* rows a page, >= 1 (contiguous: S, >= 0) */
+  int32_t row_width;          /* w elements, >= 1 */
+  int32_t element_size;       /* bytes an element, 1..64 */
+  int32_t max_pages;          /* columns of block_table */
+  int64_t layer_stride;       /* elements; 0: num_pages * page_stride; ignored with layer_data */
+  int64_t page_stride;        /* elements; 0: page_size * row_stride */
+  int64_t row_stride;         /* elements, >= w; 0: w */
+  const int32_t* block_table; /* [B, max_pages] page ids, or NULL: contiguous */
+  int64_t block_table_stride; /* from request to request, >= max_pages */
+} kdt_kv_cache;
+
+/*
+ * kv_compact: keeps the KV rows of the accepted path. For k < accept_len[b], in every layer, the row at slot
+ * accept_index[b][k] (logical row prefix_lens[b] + slot) is copied to logical row prefix_lens[b] + k of the
+ * destination. In place (destination NULL) rows already there are not written, and overlapping moves are
+ * safe. A destination of its own gets all accepted rows, and must not overlap the cache; it has the cache's
+ * num_layers, row_width and element_size and may differ in all else.
+ *
+ * accept_index[b] must ascend strictly within 0..N-1, accept_len[b] lie in 0..M, and every row, at both
+ * ends, lie in the table (logical row within max_pages, page id within num_pages) or in the contiguous
+ * request; otherwise that request is untouched and flagged BAD_TREE. Dead requests are untouched, status 0.
+ * The pages of the rows written must belong to that request alone.
+ * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, OVERLAP, WORKSPACE, STRUCT, INVALID_ARGUMENT.
+ */
+typedef struct kdt_kv_compact_params {
+  size_t struct_size;
+  int32_t batch_size;              /* B >= 0 */
+  int32_t num_slots;               /* N, 1..1025 */
+  int32_t max_len;                 /* M >= 1 */
+  int32_t reserved0;               /* reserved */
+  const kdt_kv_cache* cache;       /* in; and out unless destination is given */
+  const kdt_kv_cache* destination; /* out, optional */
+  const int32_t* accept_index;     /* [B, M] slots */
+  int64_t accept_index_stride;     /* from request to request, >= M */
+  const int32_t* accept_len;       /* [B] */
+  const int32_t* prefix_lens;      /* [B] */
+  const int32_t* num_live;         /* [1], optional */
+  int32_t* status;                 /* out [B], optional */
+} kdt_kv_compact_params;
+
+KDT_API int32_t kdt_kv_compact_workspace_size(const kdt_context* context, const kdt_kv_compact_params* params,
+                                              size_t* size);
+KDT_API int32_t kdt_kv_compact(const kdt_context* context, const kdt_kv_compact_params* params, void* workspace,
+                               size_t workspace_size, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KDTREE_KDTREE_H */

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kdtree/kdtree.h"
+
+namespace kdt::cpu {
+
+// Hardware threads this process may run on (its affinity mask), at least 1.
+int32_t usable_threads();
+
+void device_query(kdt_device_info* info);
+
+}  // namespace kdt::cpu
