@@ -1,0 +1,5 @@
+"""`python -m kdtree_engine` is the command `kdtree`."""
+
+from .cli import main
+
+main()

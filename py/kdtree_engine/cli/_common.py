@@ -1,0 +1,53 @@
+"""What the commands share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .._errors import KdtrError, Status
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table with right-aligned columns, the first left-aligned."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def bundled(name: str) -> Path:
+    """A KDTR file that ships with the package, by its name without suffix."""
+    return Path(__file__).resolve().parents[1] / "data" / f"{name}.kdtr"
+
+
+def resolve_fixture(name: str) -> Path:
+    """A path as given, or the name of a bundled file. Raises KdtrError (exit 4) when it is neither."""
+    path = Path(name)
+    if path.exists():
+        return path
+    if bundled(name).is_file():
+        return bundled(name)
+    known = ", ".join(sorted(p.stem for p in bundled("x").parent.glob("*.kdtr")))
+    raise KdtrError(f"{name}: no such file, and no bundled fixture of that name (bundled: {known})", Status.KDTR_IO)
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Fails before the work, not after it, when `path` cannot be written."""
+    parent = path.resolve().parent
+    if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written", param_hint=option)

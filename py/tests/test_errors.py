@@ -1,0 +1,244 @@
+"""Bad arguments: a KdtError that names the argument, with the right status, and nothing written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TREE_FIELDS, vector
+
+import kdtree_engine as kdt
+from kdtree_engine import Status
+
+F32, I32 = np.float32, np.int32
+
+
+def build_arguments(**changes: Any) -> dict[str, Any]:
+    return {
+        "log_probs": np.full((2, 3, 4), -1, F32),
+        "token_ids": np.zeros((2, 3, 4), I32),
+        "root_tokens": vector(1, 2),
+        "prefix_lens": vector(3, 4),
+        "budget": 5,
+        **changes,
+    }
+
+
+def with_out(**changes: Any) -> kdt.Tree:
+    tree = kdt.Tree.empty(2, 6)
+    for name, value in changes.items():
+        setattr(tree, name, value)
+    return tree
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+SHARED = np.full((2, 6), 7, I32)
+ROWS = np.full((2, 3, 4), -1, F32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "status"),
+    [
+        ({"log_probs": np.full((2, 3, 4), -1.0)}, "'log_probs'.*float32.*float64", Status.INVALID_ARGUMENT),
+        ({"log_probs": np.full((2, 3, 4), -1, ">f4")}, "'log_probs'.*float32", Status.INVALID_ARGUMENT),
+        ({"log_probs": [[1.0]]}, "'log_probs'.*numpy array, got list", Status.INVALID_ARGUMENT),
+        ({"log_probs": None}, "'log_probs'.*NoneType", Status.INVALID_ARGUMENT),
+        ({"log_probs": np.full((3, 4), -1, F32)}, r"'log_probs'.*\[any, any, any\].*\[3, 4\]", Status.SHAPE),
+        ({"log_probs": np.full((2, 3, 8), -1, F32)[:, :, ::2]}, "'log_probs'.*stride", Status.STRIDE),
+        ({"log_probs": np.full((2, 3, 4), -1, F32)[::-1]}, "'log_probs'.*stride", Status.STRIDE),
+        ({"log_probs": np.broadcast_to(np.full((1, 3, 4), -1, F32), (2, 3, 4))}, "'log_probs'.*stride", Status.STRIDE),
+        ({"token_ids": np.zeros((2, 3, 4), np.int64)}, "'token_ids'.*int32.*int64", Status.INVALID_ARGUMENT),
+        ({"token_ids": np.zeros((2, 3, 5), I32)}, r"'token_ids'.*\[2, 3, 4\].*\[2, 3, 5\]", Status.SHAPE),
+        ({"root_tokens": vector(1)}, r"'root_tokens'.*\[2\].*\[1\]", Status.SHAPE),
+        ({"root_tokens": [1, 2**31]}, r"'root_tokens\[1\]'.*32-bit.*2147483648", Status.INVALID_ARGUMENT),
+        ({"root_tokens": [1, "x"]}, r"'root_tokens\[1\]'.*integer, got str", Status.INVALID_ARGUMENT),
+        ({"root_tokens": [1, 2.0]}, r"'root_tokens\[1\]'.*integer, got float", Status.INVALID_ARGUMENT),
+        ({"prefix_lens": np.zeros(2, np.int64)}, "'prefix_lens'.*int64", Status.INVALID_ARGUMENT),
+        ({"prefix_lens": np.zeros(4, I32)[::2]}, "'prefix_lens'.*stride", Status.STRIDE),
+        ({"budget": -1}, r"'budget'.*0\.\.1024, got -1", Status.LIMIT),
+        ({"budget": 1025}, r"'budget'.*0\.\.1024, got 1025", Status.LIMIT),
+        ({"budget": 2**40}, "'budget'", Status.LIMIT),
+        ({"budget": 5.0}, "'budget'.*integer, got float", Status.INVALID_ARGUMENT),
+        ({"budget": None}, "'budget'", Status.INVALID_ARGUMENT),
+        ({"budgets": vector(1)}, "'budgets'", Status.SHAPE),
+        ({"max_depths": vector(1, 2, 3)}, "'max_depths'", Status.SHAPE),
+        ({"vocab_size": 0}, "'vocab_size'", Status.INVALID_ARGUMENT),
+        ({"vocab_size": 2**31}, "'vocab_size'", Status.INVALID_ARGUMENT),
+        ({"num_live": 2**31}, "'num_live'", Status.INVALID_ARGUMENT),
+        ({"num_live": vector(1, 2)}, "'num_live'", Status.SHAPE),
+        ({"log_probs": np.zeros((2, 65, 1), F32), "token_ids": np.zeros((2, 65, 1), I32)}, "'depth'.*64", Status.LIMIT),
+        (
+            {"log_probs": np.zeros((2, 1, 1025), F32), "token_ids": np.zeros((2, 1, 1025), I32)},
+            "'num_candidates'.*1024",
+            Status.LIMIT,
+        ),
+        ({"out": 3}, "'out'.*Tree, got int", Status.INVALID_ARGUMENT),
+        ({"out": kdt.Tree.empty(2, 7)}, r"'out.tokens'.*\[2, 6\].*\[2, 7\]", Status.SHAPE),
+        ({"out": with_out(depths=np.zeros((2, 6), np.int64))}, "'out.depths'.*int64", Status.INVALID_ARGUMENT),
+        ({"out": with_out(status=np.zeros(3, I32))}, "'out.status'", Status.SHAPE),
+        (
+            {"out": with_out(tokens=read_only(np.zeros((2, 6), I32)))},
+            "'out.tokens'.*read-only",
+            Status.INVALID_ARGUMENT,
+        ),
+        ({"out": with_out(parents=np.zeros((2, 9), I32)[:, :6])}, "'out.parents'.*batch stride", Status.STRIDE),
+        ({"out": with_out(tokens=SHARED, parents=SHARED)}, "tree.(tokens|parents)'.*overlaps", Status.OVERLAP),
+        (
+            {"log_probs": ROWS, "out": with_out(log_probs=ROWS.reshape(2, 12)[:, :6])},
+            "batch stride|overlaps",
+            None,
+        ),
+        ({"workspace": np.zeros(3, np.uint8)}, "'workspace'.*got 3", Status.WORKSPACE),
+        ({"workspace": np.zeros(99999)}, "'workspace'.*uint8", Status.INVALID_ARGUMENT),
+    ],
+)
+def test_tree_build(changes: dict[str, Any], names: str, status: Status | None) -> None:
+    with pytest.raises(ValueError, match=names) as caught:
+        kdt.tree_build(**build_arguments(**changes))
+    assert isinstance(caught.value, kdt.KdtError)
+    if status is not None:
+        assert caught.value.status == status
+
+
+def test_nothing_is_written_by_a_failing_call() -> None:
+    out = kdt.Tree.empty(2, 6)
+    for field in TREE_FIELDS:
+        getattr(out, field)[:] = 3
+    with pytest.raises(kdt.KdtValueError):
+        kdt.tree_build(**build_arguments(out=out, workspace=np.zeros(3, np.uint8)))
+    assert all((getattr(out, field) == 3).all() for field in TREE_FIELDS)
+
+
+def test_an_input_may_not_be_the_output() -> None:
+    tree = kdt.Tree.empty(2, 6)
+    with pytest.raises(kdt.KdtValueError, match=r"'tree.tokens'.*overlaps 'tokens'") as caught:
+        kdt.tree_from_parents(tree.tokens, np.zeros((2, 6), I32), [1, 1], [0, 0], out=tree)
+    assert caught.value.status == Status.OVERLAP
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "status"),
+    [
+        (
+            {"tokens": np.zeros((1, 0), I32), "parents": np.zeros((1, 0), I32)},
+            "num_slots'.*got 0",
+            Status.SHAPE,
+        ),
+        ({"tokens": np.zeros((1, 1026), I32), "parents": np.zeros((1, 1026), I32)}, "num_slots'.*1026", Status.LIMIT),
+        ({"parents": np.zeros((1, 3), I32)}, "'parents'", Status.SHAPE),
+        ({"tokens": np.zeros((1, 4), np.int16)}, "'tokens'.*int16", Status.INVALID_ARGUMENT),
+        ({"node_counts": [1, 1]}, "'node_counts'", Status.SHAPE),
+        ({"prefix_lens": 3}, "'prefix_lens'.*got int", Status.INVALID_ARGUMENT),
+    ],
+)
+def test_tree_from_parents(changes: dict[str, Any], names: str, status: Status) -> None:
+    arguments: dict[str, Any] = {
+        "tokens": np.zeros((1, 4), I32),
+        "parents": np.zeros((1, 4), I32),
+        "node_counts": [1],
+        "prefix_lens": [0],
+        **changes,
+    }
+    with pytest.raises(kdt.KdtValueError, match=names) as caught:
+        kdt.tree_from_parents(**arguments)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        (np.ones((1, 4, 4), np.uint8), "'visibility'.*bool"),
+        (np.ones((1, 4, 5), bool), "'visibility'"),
+        (np.ones((4, 4), bool), "'visibility'"),
+        (np.ones((1, 4, 8), bool)[:, :, ::2], "'visibility'.*stride"),
+    ],
+)
+def test_tree_from_visibility(mask: Any, names: str) -> None:
+    with pytest.raises(kdt.KdtValueError, match=names):
+        kdt.tree_from_visibility(mask, np.zeros((1, 4), I32), [1], [0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "status"),
+    [
+        ({"tree": None}, "'tree'.*Tree, got NoneType", Status.INVALID_ARGUMENT),
+        ({"target_tokens": np.zeros((1, 5), I32)}, r"'target_tokens'.*\[1, 4\]", Status.SHAPE),
+        ({"target_tokens": np.zeros((1, 4), np.int64)}, "'target_tokens'.*int64", Status.INVALID_ARGUMENT),
+        ({"max_len": 0}, "'max_len'.*got 0", Status.INVALID_ARGUMENT),
+        ({"max_len": -1}, "'max_len'", Status.INVALID_ARGUMENT),
+        ({"max_tokens": [1, 2]}, "'max_tokens'", Status.SHAPE),
+        ({"stop_tokens": [2**31]}, r"'stop_tokens\[0\]'", Status.INVALID_ARGUMENT),
+        ({"stop_tokens": np.zeros((1, 1), I32)}, "'stop_tokens'", Status.SHAPE),
+        ({"stop_tokens": 5}, "'stop_tokens'.*got int", Status.INVALID_ARGUMENT),
+        ({"out": kdt.Accepted.empty(1, 3, 4)}, "'out.tokens'", Status.SHAPE),
+        ({"out": kdt.Accepted.empty(1, 4, 5)}, "'out.num_slots'", Status.SHAPE),
+        ({"out": ()}, "'out'", Status.INVALID_ARGUMENT),
+    ],
+)
+def test_tree_accept(changes: dict[str, Any], names: str, status: Status) -> None:
+    arguments: dict[str, Any] = {"tree": kdt.Tree.empty(1, 4), "target_tokens": np.zeros((1, 4), I32), **changes}
+    with pytest.raises(kdt.KdtValueError, match=names) as caught:
+        kdt.tree_accept(**arguments)
+    assert caught.value.status == status
+
+
+CACHE = np.zeros((3, 2, 8, 4), F32)  # as a paged cache: 3 layers, 2 pages of 8 rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "status"),
+    [
+        ({"cache": np.zeros((8, 4), F32)}, "'cache'.*3 or 4 dimensions", Status.INVALID_ARGUMENT),
+        ({"cache": 5}, "'cache'", Status.INVALID_ARGUMENT),
+        ({"cache": []}, "'cache'.*at least one layer", Status.SHAPE),
+        ({"cache": [CACHE[0], CACHE[1, :1]]}, r"'cache\[1\]'", Status.SHAPE),
+        ({"cache": [CACHE[0], CACHE[0]]}, "'cache.layer_data'.*overlaps", Status.OVERLAP),
+        ({"cache": np.zeros((2, 8, 8), F32)[:, :, ::2]}, "'cache'.*stride", Status.STRIDE),
+        ({"cache": read_only(np.zeros((2, 8, 4), F32))}, "'cache'.*read-only", Status.INVALID_ARGUMENT),
+        ({"cache": np.zeros((2, 8, 4), object)}, "'cache'.*object", Status.INVALID_ARGUMENT),
+        ({"cache": np.zeros((2, 8, 4), "S65")}, "'cache.element_size'.*65", Status.INVALID_ARGUMENT),
+        ({"cache": np.zeros((2, 8, 0), F32)}, "'cache.row_width'.*got 0", Status.SHAPE),
+        ({"block_table": None}, "'cache'.*1 requests, got 2", Status.SHAPE),
+        ({"block_table": np.zeros((2, 2), I32)}, "'block_table'", Status.SHAPE),
+        ({"block_table": np.zeros((1, 2), np.int64)}, "'block_table'.*int64", Status.INVALID_ARGUMENT),
+        ({"accepted": 3}, "'accepted'", Status.INVALID_ARGUMENT),
+        ({"accepted": kdt.Accepted.empty(1, 4, 1026)}, "'accepted.num_slots'", Status.LIMIT),
+        ({"out": np.zeros((2, 8, 4), F32)[:, :7]}, "'out'", Status.SHAPE),
+        ({"out": CACHE[0]}, "overlaps", Status.OVERLAP),
+        ({"prefix_lens": [1, 2]}, "'prefix_lens'", Status.SHAPE),
+    ],
+)
+def test_kv_compact(changes: dict[str, Any], names: str, status: Status) -> None:
+    arguments: dict[str, Any] = {
+        "cache": CACHE[0],
+        "accepted": kdt.Accepted.empty(1, 4, 4),
+        "prefix_lens": [0],
+        "block_table": np.zeros((1, 2), I32),
+        **changes,
+    }
+    with pytest.raises(kdt.KdtValueError, match=names) as caught:
+        kdt.kv_compact(**arguments)
+    assert caught.value.status == status
+
+
+def test_contexts() -> None:
+    assert kdt.Context(num_threads=3).num_threads == 3
+    for arguments, names in (
+        ({"backend": "tpu"}, "'backend'"),
+        ({"backend": None}, "'backend'"),
+        ({"device": 1}, "'device'"),
+        ({"device": -1}, "'device'"),
+        ({"num_threads": -1}, "'num_threads'"),
+        ({"num_threads": 1025}, "'num_threads'"),
+    ):
+        with pytest.raises(kdt.KdtValueError, match=names):
+            kdt.Context(**arguments)  # type: ignore[arg-type]
+    if not kdt.backends()["cuda"]["available"]:
+        with pytest.raises(kdt.NoDeviceError) as caught:
+            kdt.Context(backend="cuda")
+        assert caught.value.status in (Status.NO_BACKEND, Status.NO_DEVICE)
