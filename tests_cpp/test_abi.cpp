@@ -1,0 +1,1260 @@
+// The C ABI: what each call refuses, with which status and text, and that a refused call writes nothing.
+//
+// Each operation is a struct with a valid call in guarded memory and lists of what may be wrong with it; the
+// tests below run over all of them.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "guarded.hpp"
+#include "kdtree/kdtr.h"
+#include "kdtree/kdtree.h"
+#include "tree_buffers.hpp"
+
+extern "C" int kdt_test_header_is_c(void);
+
+namespace {
+
+using namespace kdt_test;
+
+constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+constexpr int32_t kB = 2, kN = 3, kM = 4, kD = 2, kK = 3;
+
+// An array argument.
+struct Pointer {
+  std::string name;
+  std::function<void*()> get;
+  std::function<void(void*)> set;
+  size_t element_size, alignment;
+  size_t span;  // bytes from the first element to past the last
+  bool output, required;
+};
+
+struct Stride {
+  std::string name;
+  int64_t* field;
+  int64_t minimum;
+};
+
+struct Dimension {
+  std::string name;
+  int32_t* field;
+  int32_t lowest;
+  int32_t highest;
+};
+
+struct Reserved {
+  std::string name;
+  std::function<void()> set;
+};
+
+template <class T>
+Pointer pointer(const std::string& name, T** field, int64_t elements, bool output, bool required = true) {
+  using Value = std::remove_const_t<T>;
+  return {name,
+          [field] { return const_cast<Value*>(*field); },
+          [field](void* p) { *field = static_cast<T*>(p); },
+          sizeof(T),
+          alignof(T),
+          static_cast<size_t>(elements) * sizeof(T),
+          output,
+          required};
+}
+
+// What all operations have.
+struct Call {
+  virtual ~Call() = default;
+  virtual std::string function() const = 0;
+  virtual void* params() = 0;
+  virtual size_t params_size() const = 0;
+  virtual int32_t run(const kdt_context* c, const void* params, void* workspace, size_t size, void* stream) = 0;
+  virtual int32_t query(const kdt_context* c, const void* params, size_t* size) = 0;
+  virtual void set_batch_size(int32_t b) = 0;
+  // Structs that params point to, by name: their address, their size, and how to point to another.
+  struct Struct {
+    std::string name;
+    void* address;
+    size_t size;
+    std::function<void(void*)> set;
+  };
+  virtual std::vector<Struct> structs() = 0;
+  virtual std::vector<Pointer> pointers() = 0;
+  virtual std::vector<Stride> strides() = 0;
+  virtual std::vector<Dimension> dimensions() = 0;
+  virtual std::vector<Reserved> reserved() { return {}; }
+  virtual std::vector<const GuardedBytes*> memory() const = 0;
+
+  bool untouched() const {
+    const auto all = memory();
+    return std::all_of(all.begin(), all.end(), [](const GuardedBytes* m) { return m->unchanged(); });
+  }
+};
+
+constexpr int64_t kSlack = 2;
+
+struct OutTree : TreeBuffers {
+  OutTree() : TreeBuffers(kB, kN, kSlack) {}
+
+  void add_pointers(std::vector<Pointer>* list) {
+    const int64_t span = tree.slot_stride * (kB - 1) + kN;
+    list->push_back(pointer("tree.tokens", &tree.tokens, span, true));
+    list->push_back(pointer("tree.parents", &tree.parents, span, true));
+    list->push_back(pointer("tree.first_child", &tree.first_child, span, true));
+    list->push_back(pointer("tree.next_sibling", &tree.next_sibling, span, true));
+    list->push_back(pointer("tree.depths", &tree.depths, span, true));
+    list->push_back(pointer("tree.positions", &tree.positions, span, true));
+    list->push_back(pointer("tree.log_probs", &tree.log_probs, span, true));
+    list->push_back(pointer("tree.visibility", &tree.visibility,
+                            tree.visibility_stride * (kB - 1) + tree.visibility_pitch * (kN - 1) + 1, true));
+    list->push_back(pointer("tree.node_count", &tree.node_count, kB, true));
+    list->push_back(pointer("tree.status", &tree.status, kB, true, false));
+  }
+  void add_strides(std::vector<Stride>* list) {
+    list->push_back({"tree.slot_stride", &tree.slot_stride, kN});
+    list->push_back({"tree.visibility_pitch", &tree.visibility_pitch, 1});
+    list->push_back({"tree.visibility_stride", &tree.visibility_stride, kN * tree.visibility_pitch});
+  }
+  void add_memory(std::vector<const GuardedBytes*>* list) const {
+    for (const GuardedBytes* array : arrays()) list->push_back(array);
+  }
+};
+
+template <class Params>
+struct CallOf : Call {
+  Params p = sized<Params>();
+  void* params() override { return &p; }
+  size_t params_size() const override { return sizeof p; }
+};
+
+struct TreeBuildCall : CallOf<kdt_tree_build_params> {
+  OutTree out;
+  Guarded<float> log_probs{
+      {kB, kD, kK}, std::vector<float>(kB * kD * kK, -1.0f), {kD * (kK + kSlack), kK + kSlack}};
+  Guarded<int32_t> token_ids{
+      {kB, kD, kK}, std::vector<int32_t>(kB * kD * kK, 5), {kD * (kK + kSlack), kK + kSlack}};
+  Guarded<int32_t> root_tokens{{kB}, std::vector<int32_t>{7, 8}}, prefix_lens{{kB}, std::vector<int32_t>{1, 2}};
+  Guarded<int32_t> budgets{{kB}, std::vector<int32_t>{2, 1}}, max_depths{{kB}, std::vector<int32_t>{2, 2}};
+  Guarded<int32_t> num_live{{1}, std::vector<int32_t>{2}};
+
+  TreeBuildCall() {
+    p.depth = kD;
+    p.num_candidates = kK;
+    p.budget = kN - 1;
+    p.log_probs = log_probs.data();
+    p.token_ids = token_ids.data();
+    p.log_probs_row_stride = p.token_ids_row_stride = kK + kSlack;
+    p.log_probs_stride = p.token_ids_stride = kD * (kK + kSlack);
+    p.root_tokens = root_tokens.data();
+    p.prefix_lens = prefix_lens.data();
+    p.budgets = budgets.data();
+    p.max_depths = max_depths.data();
+    p.num_live = num_live.data();
+    p.tree = &out.tree;
+  }
+  std::string function() const override { return "kdt_tree_build"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_tree_build(c, static_cast<const kdt_tree_build_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_tree_build_workspace_size(c, static_cast<const kdt_tree_build_params*>(params), size);
+  }
+  void set_batch_size(int32_t b) override { out.tree.batch_size = b; }
+  std::vector<Struct> structs() override {
+    return {{"tree", &out.tree, sizeof out.tree, [this](void* s) { p.tree = static_cast<kdt_tree*>(s); }}};
+  }
+  std::vector<Pointer> pointers() override {
+    const int64_t span = p.log_probs_stride * (kB - 1) + p.log_probs_row_stride * (kD - 1) + kK;
+    std::vector<Pointer> list = {
+        pointer("log_probs", &p.log_probs, span, false),   pointer("token_ids", &p.token_ids, span, false),
+        pointer("root_tokens", &p.root_tokens, kB, false), pointer("prefix_lens", &p.prefix_lens, kB, false),
+        pointer("budgets", &p.budgets, kB, false, false),  pointer("max_depths", &p.max_depths, kB, false, false),
+        pointer("num_live", &p.num_live, 1, false, false)};
+    out.add_pointers(&list);
+    return list;
+  }
+  std::vector<Stride> strides() override {
+    std::vector<Stride> list = {{"log_probs_row_stride", &p.log_probs_row_stride, kK},
+                                {"log_probs_stride", &p.log_probs_stride, kK},
+                                {"token_ids_row_stride", &p.token_ids_row_stride, kK},
+                                {"token_ids_stride", &p.token_ids_stride, kK}};
+    out.add_strides(&list);
+    return list;
+  }
+  std::vector<Dimension> dimensions() override {
+    return {{"depth", &p.depth, 0, KDT_MAX_DEPTH},
+            {"num_candidates", &p.num_candidates, 0, KDT_MAX_CANDIDATES},
+            {"budget", &p.budget, 0, KDT_MAX_BUDGET},
+            {"tree.batch_size", &out.tree.batch_size, 0, INT32_MAX},
+            {"tree.num_slots", &out.tree.num_slots, 1, KDT_MAX_BUDGET + 1}};
+  }
+  std::vector<Reserved> reserved() override {
+    return {{"spine_len", [this] { p.spine_len = 1; }},
+            {"reserved0", [this] { p.reserved0 = -1; }},
+            {"min_scores", [this] { p.min_scores = p.log_probs; }},
+            {"depth_costs", [this] { p.depth_costs = p.log_probs; }}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    std::vector<const GuardedBytes*> list = {&log_probs, &token_ids,  &root_tokens, &prefix_lens,
+                                             &budgets,   &max_depths, &num_live};
+    out.add_memory(&list);
+    return list;
+  }
+};
+
+struct TreeFromParentsCall : CallOf<kdt_tree_from_parents_params> {
+  OutTree out;
+  Guarded<int32_t> tokens{{kB, kN}, std::vector<int32_t>(kB * kN, 4), {kN + kSlack}};
+  Guarded<int32_t> parents{{kB, kN}, std::vector<int32_t>{-1, 0, 1, -1, 0, 0}, {kN + kSlack}};
+  Guarded<int32_t> node_counts{{kB}, std::vector<int32_t>{3, 2}}, prefix_lens{{kB}, std::vector<int32_t>{1, 2}};
+  Guarded<int32_t> num_live{{1}, std::vector<int32_t>{2}};
+
+  TreeFromParentsCall() {
+    p.tokens = tokens.data();
+    p.parents = parents.data();
+    p.tokens_stride = p.parents_stride = kN + kSlack;
+    p.node_counts = node_counts.data();
+    p.prefix_lens = prefix_lens.data();
+    p.num_live = num_live.data();
+    p.tree = &out.tree;
+  }
+  std::string function() const override { return "kdt_tree_from_parents"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_tree_from_parents(c, static_cast<const kdt_tree_from_parents_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_tree_from_parents_workspace_size(c, static_cast<const kdt_tree_from_parents_params*>(params), size);
+  }
+  void set_batch_size(int32_t b) override { out.tree.batch_size = b; }
+  std::vector<Struct> structs() override {
+    return {{"tree", &out.tree, sizeof out.tree, [this](void* s) { p.tree = static_cast<kdt_tree*>(s); }}};
+  }
+  std::vector<Pointer> pointers() override {
+    const int64_t span = p.tokens_stride * (kB - 1) + kN;
+    std::vector<Pointer> list = {
+        pointer("tokens", &p.tokens, span, false), pointer("parents", &p.parents, span, false),
+        pointer("node_counts", &p.node_counts, kB, false), pointer("prefix_lens", &p.prefix_lens, kB, false),
+        pointer("num_live", &p.num_live, 1, false, false)};
+    out.add_pointers(&list);
+    return list;
+  }
+  std::vector<Stride> strides() override {
+    std::vector<Stride> list = {{"tokens_stride", &p.tokens_stride, kN}, {"parents_stride", &p.parents_stride, kN}};
+    out.add_strides(&list);
+    return list;
+  }
+  std::vector<Dimension> dimensions() override {
+    return {{"tree.batch_size", &out.tree.batch_size, 0, INT32_MAX},
+            {"tree.num_slots", &out.tree.num_slots, 1, KDT_MAX_BUDGET + 1}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    std::vector<const GuardedBytes*> list = {&tokens, &parents, &node_counts, &prefix_lens, &num_live};
+    out.add_memory(&list);
+    return list;
+  }
+};
+
+struct TreeFromVisibilityCall : CallOf<kdt_tree_from_visibility_params> {
+  OutTree out;
+  Guarded<uint8_t> mask{{kB, kN, kN},
+                        std::vector<uint8_t>{1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1},
+                        {kN * (kN + kSlack), kN + kSlack}};
+  Guarded<int32_t> tokens{{kB, kN}, std::vector<int32_t>(kB * kN, 4), {kN + kSlack}};
+  Guarded<int32_t> node_counts{{kB}, std::vector<int32_t>{3, 2}}, prefix_lens{{kB}, std::vector<int32_t>{1, 2}};
+  Guarded<int32_t> num_live{{1}, std::vector<int32_t>{2}};
+
+  TreeFromVisibilityCall() {
+    p.mask = mask.data();
+    p.mask_row_stride = kN + kSlack;
+    p.mask_stride = kN * (kN + kSlack);
+    p.tokens = tokens.data();
+    p.tokens_stride = kN + kSlack;
+    p.node_counts = node_counts.data();
+    p.prefix_lens = prefix_lens.data();
+    p.num_live = num_live.data();
+    p.tree = &out.tree;
+  }
+  std::string function() const override { return "kdt_tree_from_visibility"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_tree_from_visibility(c, static_cast<const kdt_tree_from_visibility_params*>(params), w, size,
+                                    stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_tree_from_visibility_workspace_size(c, static_cast<const kdt_tree_from_visibility_params*>(params),
+                                                   size);
+  }
+  void set_batch_size(int32_t b) override { out.tree.batch_size = b; }
+  std::vector<Struct> structs() override {
+    return {{"tree", &out.tree, sizeof out.tree, [this](void* s) { p.tree = static_cast<kdt_tree*>(s); }}};
+  }
+  std::vector<Pointer> pointers() override {
+    std::vector<Pointer> list = {
+        pointer("mask", &p.mask, p.mask_stride * (kB - 1) + p.mask_row_stride * (kN - 1) + kN, false),
+        pointer("tokens", &p.tokens, p.tokens_stride * (kB - 1) + kN, false),
+        pointer("node_counts", &p.node_counts, kB, false), pointer("prefix_lens", &p.prefix_lens, kB, false),
+        pointer("num_live", &p.num_live, 1, false, false)};
+    out.add_pointers(&list);
+    return list;
+  }
+  std::vector<Stride> strides() override {
+    std::vector<Stride> list = {{"mask_row_stride", &p.mask_row_stride, kN},
+                                {"mask_stride", &p.mask_stride, kN * p.mask_row_stride},
+                                {"tokens_stride", &p.tokens_stride, kN}};
+    out.add_strides(&list);
+    return list;
+  }
+  std::vector<Dimension> dimensions() override {
+    return {{"tree.batch_size", &out.tree.batch_size, 0, INT32_MAX},
+            {"tree.num_slots", &out.tree.num_slots, 1, KDT_MAX_BUDGET + 1}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    std::vector<const GuardedBytes*> list = {&mask, &tokens, &node_counts, &prefix_lens, &num_live};
+    out.add_memory(&list);
+    return list;
+  }
+};
+
+struct TreeAcceptCall : CallOf<kdt_tree_accept_params> {
+  using Ints = std::vector<int32_t>;
+  kdt_tree tree = sized<kdt_tree>();
+  Guarded<int32_t> tree_tokens{{kB, kN}, Ints{7, 4, 5, 8, 4, 5}, {kN + kSlack}};
+  Guarded<int32_t> first_child{{kB, kN}, Ints{1, 2, -1, 1, -1, -1}, {kN + kSlack}};
+  Guarded<int32_t> next_sibling{{kB, kN}, Ints{-1, -1, -1, -1, 2, -1}, {kN + kSlack}};
+  Guarded<int32_t> node_count{{kB}, Ints{3, 3}};
+  Guarded<int32_t> targets{{kB, kN}, Ints{4, 5, 6, 5, 1, 2}, {kN + kSlack}};
+  Guarded<int32_t> max_tokens{{kB}, Ints{9, 9}}, stop_tokens{{2}, Ints{99, 98}}, num_live{{1}, Ints{2}};
+  Guarded<int32_t> tokens{{kB, kM}, {kM + kSlack}}, accept_index{{kB, kM}, {kM + kSlack}};
+  Guarded<int32_t> token_count{{kB}}, accept_len{{kB}}, next_root{{kB}}, finished{{kB}}, status{{kB}};
+  Guarded<float> reserved_floats{{kB, kM}};
+
+  TreeAcceptCall() {
+    tree.batch_size = kB;
+    tree.num_slots = kN;
+    tree.slot_stride = kN + kSlack;
+    tree.tokens = tree_tokens.data();
+    tree.first_child = first_child.data();
+    tree.next_sibling = next_sibling.data();
+    tree.node_count = node_count.data();
+    p.tree = &tree;
+    p.target_tokens = targets.data();
+    p.target_tokens_stride = kN + kSlack;
+    p.max_tokens = max_tokens.data();
+    p.stop_tokens = stop_tokens.data();
+    p.num_stop_tokens = 2;
+    p.max_len = kM;
+    p.num_live = num_live.data();
+    p.tokens = tokens.data();
+    p.accept_index = accept_index.data();
+    p.tokens_stride = p.accept_index_stride = kM + kSlack;
+    p.token_count = token_count.data();
+    p.accept_len = accept_len.data();
+    p.next_root = next_root.data();
+    p.finished = finished.data();
+    p.status = status.data();
+  }
+  std::string function() const override { return "kdt_tree_accept"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_tree_accept(c, static_cast<const kdt_tree_accept_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_tree_accept_workspace_size(c, static_cast<const kdt_tree_accept_params*>(params), size);
+  }
+  void set_batch_size(int32_t b) override { tree.batch_size = b; }
+  std::vector<Struct> structs() override {
+    return {{"tree", &tree, sizeof tree, [this](void* s) { p.tree = static_cast<kdt_tree*>(s); }}};
+  }
+  std::vector<Pointer> pointers() override {
+    const int64_t slots = tree.slot_stride * (kB - 1) + kN, row = p.tokens_stride * (kB - 1) + kM;
+    return {pointer("tree.tokens", &tree.tokens, slots, false),
+            pointer("tree.first_child", &tree.first_child, slots, false),
+            pointer("tree.next_sibling", &tree.next_sibling, slots, false),
+            pointer("tree.node_count", &tree.node_count, kB, false),
+            pointer("target_tokens", &p.target_tokens, slots, false),
+            pointer("max_tokens", &p.max_tokens, kB, false, false),
+            pointer("stop_tokens", &p.stop_tokens, 2, false),  // required: num_stop_tokens is 2
+            pointer("num_live", &p.num_live, 1, false, false),
+            pointer("tokens", &p.tokens, row, true),
+            pointer("accept_index", &p.accept_index, row, true),
+            pointer("token_count", &p.token_count, kB, true),
+            pointer("accept_len", &p.accept_len, kB, true),
+            pointer("next_root", &p.next_root, kB, true),
+            pointer("finished", &p.finished, kB, true),
+            pointer("status", &p.status, kB, true, false)};
+  }
+  std::vector<Stride> strides() override {
+    return {{"tree.slot_stride", &tree.slot_stride, kN},
+            {"target_tokens_stride", &p.target_tokens_stride, kN},
+            {"tokens_stride", &p.tokens_stride, kM},
+            {"accept_index_stride", &p.accept_index_stride, kM}};
+  }
+  std::vector<Dimension> dimensions() override {
+    return {{"tree.batch_size", &tree.batch_size, 0, INT32_MAX},
+            {"tree.num_slots", &tree.num_slots, 1, KDT_MAX_BUDGET + 1},
+            {"num_stop_tokens", &p.num_stop_tokens, 0, INT32_MAX},
+            {"max_len", &p.max_len, 1, INT32_MAX}};
+  }
+  std::vector<Reserved> reserved() override {
+    return {{"target_log_probs", [this] { p.target_log_probs = reserved_floats.data(); }},
+            {"log_probs", [this] { p.log_probs = reserved_floats.data(); }}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    return {&tree_tokens, &first_child, &next_sibling, &node_count,     &targets,     &max_tokens,
+            &stop_tokens, &num_live,    &tokens,       &accept_index,   &token_count, &accept_len,
+            &next_root,   &finished,    &status,       &reserved_floats};
+  }
+};
+
+// In place, and (KvCompactToCall) to a destination.
+struct KvCompactCall : CallOf<kdt_kv_compact_params> {
+  using Ints = std::vector<int32_t>;
+  static constexpr int32_t kLayers = 2, kPages = 4, kPageSize = 4, kWidth = 3, kColumns = 2;
+  static constexpr int64_t kRow = kWidth + 1, kPage = kPageSize * kRow + 1, kLayer = kPages * kPage + 1;
+  kdt_kv_cache cache = sized<kdt_kv_cache>(), destination = sized<kdt_kv_cache>();
+  Guarded<uint16_t> rows{{kLayers, kPages, kPageSize, kWidth}, filled(), {kLayer, kPage, kRow}};
+  Guarded<uint16_t> destination_rows{{kLayers, kPages, kPageSize, kWidth}, {kLayer, kPage, kRow}};
+  Guarded<int32_t> table{{kB, kColumns}, Ints{3, 0, 1, 2}, {kColumns + kSlack}};
+  Guarded<int32_t> destination_table{{kB, kColumns}, Ints{0, 1, 2, 3}, {kColumns + kSlack}};
+  Guarded<int32_t> accept_index{{kB, kM}, Ints{0, 2, -1, -1, 1, 2, -1, -1}, {kM + kSlack}};
+  Guarded<int32_t> accept_len{{kB}, Ints{2, 2}}, prefix_lens{{kB}, Ints{2, 3}}, num_live{{1}, Ints{2}};
+  Guarded<int32_t> status{{kB}};
+
+  static std::vector<uint16_t> filled() {
+    std::vector<uint16_t> values(kLayers * kPages * kPageSize * kWidth);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<uint16_t>(i);
+    return values;
+  }
+
+  KvCompactCall() {
+    for (kdt_kv_cache* c : {&cache, &destination}) {
+      c->num_layers = kLayers;
+      c->num_pages = kPages;
+      c->page_size = kPageSize;
+      c->row_width = kWidth;
+      c->element_size = 2;
+      c->max_pages = kColumns;
+      c->row_stride = kRow;
+      c->page_stride = kPage;
+      c->layer_stride = kLayer;
+      c->block_table_stride = kColumns + kSlack;
+    }
+    cache.data = rows.data();
+    cache.block_table = table.data();
+    destination.data = destination_rows.data();
+    destination.block_table = destination_table.data();
+    p.batch_size = kB;
+    p.num_slots = kN;
+    p.max_len = kM;
+    p.cache = &cache;
+    p.accept_index = accept_index.data();
+    p.accept_index_stride = kM + kSlack;
+    p.accept_len = accept_len.data();
+    p.prefix_lens = prefix_lens.data();
+    p.num_live = num_live.data();
+    p.status = status.data();
+  }
+  std::string function() const override { return "kdt_kv_compact"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_kv_compact(c, static_cast<const kdt_kv_compact_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_kv_compact_workspace_size(c, static_cast<const kdt_kv_compact_params*>(params), size);
+  }
+  void set_batch_size(int32_t b) override { p.batch_size = b; }
+  std::vector<Struct> structs() override {
+    return {{"cache", &cache, sizeof cache, [this](void* s) { p.cache = static_cast<kdt_kv_cache*>(s); }}};
+  }
+  void add_cache_pointers(const std::string& name, kdt_kv_cache* c, bool output, std::vector<Pointer>* list) {
+    // Elements have any size here, so the cache has no alignment of its own.
+    list->push_back(
+        {name + ".data", [c] { return c->data; }, [c](void* v) { c->data = v; }, 2, 1,
+         2 * static_cast<size_t>(kLayer * (kLayers - 1) + kPage * (kPages - 1) + kRow * (kPageSize - 1) + kWidth),
+         output, true});
+    list->push_back(
+        pointer(name + ".block_table", &c->block_table, c->block_table_stride * (kB - 1) + kColumns, false, false));
+  }
+  std::vector<Pointer> pointers() override {
+    std::vector<Pointer> list = {
+        pointer("accept_index", &p.accept_index, p.accept_index_stride * (kB - 1) + kM, false),
+        pointer("accept_len", &p.accept_len, kB, false), pointer("prefix_lens", &p.prefix_lens, kB, false),
+        pointer("num_live", &p.num_live, 1, false, false), pointer("status", &p.status, kB, true, false)};
+    add_cache_pointers("cache", &cache, p.destination == nullptr, &list);
+    return list;
+  }
+  void add_cache_strides(const std::string& name, kdt_kv_cache* c, std::vector<Stride>* list) {
+    list->push_back({name + ".row_stride", &c->row_stride, kWidth});
+    list->push_back({name + ".page_stride", &c->page_stride, kWidth});
+    list->push_back({name + ".layer_stride", &c->layer_stride, kWidth});
+    list->push_back({name + ".block_table_stride", &c->block_table_stride, kColumns});
+  }
+  std::vector<Stride> strides() override {
+    std::vector<Stride> list = {{"accept_index_stride", &p.accept_index_stride, kM}};
+    add_cache_strides("cache", &cache, &list);
+    return list;
+  }
+  void add_cache_dimensions(const std::string& name, kdt_kv_cache* c, std::vector<Dimension>* list) {
+    list->push_back({name + ".num_layers", &c->num_layers, 1, INT32_MAX});
+    list->push_back({name + ".num_pages", &c->num_pages, 0, INT32_MAX});
+    list->push_back({name + ".page_size", &c->page_size, 1, INT32_MAX});
+    list->push_back({name + ".row_width", &c->row_width, 1, INT32_MAX});
+    list->push_back({name + ".max_pages", &c->max_pages, 0, INT32_MAX});
+  }
+  std::vector<Dimension> dimensions() override {
+    std::vector<Dimension> list = {{"batch_size", &p.batch_size, 0, INT32_MAX},
+                                   {"num_slots", &p.num_slots, 1, KDT_MAX_BUDGET + 1},
+                                   {"max_len", &p.max_len, 1, INT32_MAX}};
+    add_cache_dimensions("cache", &cache, &list);
+    return list;
+  }
+  std::vector<Reserved> reserved() override {
+    return {{"reserved0", [this] { p.reserved0 = 1; }}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    return {&rows,        &destination_rows, &table, &destination_table, &accept_index, &accept_len,
+            &prefix_lens, &num_live,         &status};
+  }
+};
+
+struct KvCompactToCall : KvCompactCall {
+  KvCompactToCall() { p.destination = &destination; }
+  std::vector<Struct> structs() override {
+    auto list = KvCompactCall::structs();
+    list.push_back({"destination", &destination, sizeof destination,
+                    [this](void* s) { p.destination = static_cast<kdt_kv_cache*>(s); }});
+    return list;
+  }
+  std::vector<Pointer> pointers() override {
+    auto list = KvCompactCall::pointers();
+    add_cache_pointers("destination", &destination, true, &list);
+    return list;
+  }
+  std::vector<Stride> strides() override {
+    auto list = KvCompactCall::strides();
+    add_cache_strides("destination", &destination, &list);
+    return list;
+  }
+  std::vector<Dimension> dimensions() override {
+    auto list = KvCompactCall::dimensions();
+    add_cache_dimensions("destination", &destination, &list);
+    return list;
+  }
+};
+
+// ---- What every operation refuses ------------------------------------------------------------------
+
+template <class T>
+class Operation : public testing::Test {
+ protected:
+  // A workspace that is large enough for any call here.
+  int32_t run(Call& call) { return run(call, call.params()); }
+  int32_t run(Call& call, const void* params) {
+    return call.run(context_, params, workspace_.data(), workspace_.size(), nullptr);
+  }
+
+  // The last call gave `code`, named the function and the argument, and wrote nothing.
+  void expect_refused(const Call& call, int32_t got, int32_t code, const std::string& argument,
+                      const std::string& suffix = "") {
+    EXPECT_STREQ(kdt_status_name(got), kdt_status_name(code)) << argument;
+    const std::string text = kdt_last_error();
+    EXPECT_EQ(text.rfind(call.function() + suffix + ": ", 0), 0u) << text;
+    EXPECT_NE(text.find("'" + argument + "'"), std::string::npos) << argument << ": " << text;
+    EXPECT_TRUE(call.untouched()) << argument;
+    EXPECT_TRUE(workspace_.unchanged()) << argument;
+  }
+
+  // A refusal that does not depend on arrays: the workspace query gives it too.
+  void expect_refused_by_both(Call& call, int32_t code, const std::string& argument) {
+    expect_refused(call, run(call), code, argument);
+    size_t size = 12345;
+    expect_refused(call, call.query(context_, call.params(), &size), code, argument, "_workspace_size");
+    EXPECT_EQ(size, 0u);
+  }
+
+  TestContext context_;
+  Guarded<uint8_t> workspace_{{1 << 16}};
+};
+
+using Calls = testing::Types<TreeBuildCall, TreeFromParentsCall, TreeFromVisibilityCall, TreeAcceptCall,
+                             KvCompactCall, KvCompactToCall>;
+struct CallNames {
+  template <class T>
+  static std::string GetName(int) {
+    constexpr const char* names[] = {"TreeBuild",  "TreeFromParents", "TreeFromVisibility",
+                                     "TreeAccept", "KvCompact",       "KvCompactTo"};
+    constexpr bool is[] = {std::is_same_v<T, TreeBuildCall>,          std::is_same_v<T, TreeFromParentsCall>,
+                           std::is_same_v<T, TreeFromVisibilityCall>, std::is_same_v<T, TreeAcceptCall>,
+                           std::is_same_v<T, KvCompactCall>,          std::is_same_v<T, KvCompactToCall>};
+    return names[std::find(std::begin(is), std::end(is), true) - std::begin(is)];
+  }
+};
+TYPED_TEST_SUITE(Operation, Calls, CallNames);
+
+// All else rests on this: the calls below differ from one that works in one thing each.
+TYPED_TEST(Operation, ValidCallWorksAndWrites) {
+  TypeParam call;
+  EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+  EXPECT_FALSE(call.untouched());
+  for (const GuardedBytes* memory : call.memory()) EXPECT_TRUE(memory->guards_intact());
+}
+
+TYPED_TEST(Operation, NullContextAndParams) {
+  TypeParam call;
+  this->expect_refused(call, call.run(nullptr, call.params(), nullptr, 0, nullptr), KDT_ERR_NULL_POINTER,
+                       "context");
+  this->expect_refused(call, this->run(call, nullptr), KDT_ERR_NULL_POINTER, "params");
+  this->expect_refused(call, call.query(this->context_, call.params(), nullptr), KDT_ERR_NULL_POINTER, "size",
+                       "_workspace_size");
+  size_t size = 1;
+  this->expect_refused(call, call.query(nullptr, call.params(), &size), KDT_ERR_NULL_POINTER, "context",
+                       "_workspace_size");
+  this->expect_refused(call, call.query(this->context_, nullptr, &size), KDT_ERR_NULL_POINTER, "params",
+                       "_workspace_size");
+}
+
+TYPED_TEST(Operation, SizesOfStructs) {
+  constexpr size_t kTail = 40, kNone = ~size_t{0};
+  const auto struct_of = [](Call& call, size_t i) {
+    return i == 0 ? Call::Struct{"params", call.params(), call.params_size(), {}} : call.structs()[i - 1];
+  };
+  // Runs with a copy of the struct that says `size` and has a tail of zeros, but for byte `set` of it.
+  const auto run_with = [&](Call& call, const Call::Struct& s, size_t size, size_t set) {
+    alignas(8) uint8_t bytes[512] = {};
+    const uint8_t* original = static_cast<const uint8_t*>(s.address);
+    std::copy(original, original + s.size, bytes);
+    std::memcpy(bytes, &size, sizeof size);
+    if (set != kNone) bytes[s.size + set] = 1;
+    if (!s.set) return this->run(call, bytes);
+    s.set(bytes);
+    return this->run(call);
+  };
+  const size_t count = 1 + TypeParam().structs().size();
+  for (size_t i = 0; i < count; ++i) {
+    TypeParam call;
+    const Call::Struct s = struct_of(call, i);
+    for (const size_t size : {size_t{0}, size_t{8}, s.size - 1, size_t{1} << 40, ~size_t{0}}) {
+      this->expect_refused(call, run_with(call, s, size, kNone), KDT_ERR_STRUCT, s.name);
+    }
+    for (const size_t set : {size_t{0}, size_t{1}, size_t{7}, kTail - 1}) {
+      this->expect_refused(call, run_with(call, s, s.size + kTail, set), KDT_ERR_STRUCT, s.name);
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    TypeParam newer, same;
+    EXPECT_EQ(run_with(newer, struct_of(newer, i), struct_of(newer, i).size + kTail, kNone), KDT_OK)
+        << kdt_last_error();
+    EXPECT_EQ(run_with(same, struct_of(same, i), struct_of(same, i).size, 0), KDT_OK)
+        << "bytes beyond struct_size are not looked at: " << kdt_last_error();
+  }
+}
+
+// A wild size is refused before anything behind the struct is read: there is no memory there.
+TYPED_TEST(Operation, WildSizesAreNotFollowed) {
+  const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  void* memory = ::mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  uint8_t* const end = static_cast<uint8_t*>(memory) + page;
+  ASSERT_EQ(::mprotect(end, page, PROT_NONE), 0);
+  TypeParam call;
+  for (const size_t size : {size_t{1} << 20, size_t{1} << 40, ~size_t{0}}) {
+    std::memcpy(end - call.params_size(), call.params(), call.params_size());
+    std::memcpy(end - call.params_size(), &size, sizeof size);
+    this->expect_refused(call, this->run(call, end - call.params_size()), KDT_ERR_STRUCT, "params");
+  }
+  const size_t small = sizeof small;
+  std::memcpy(end - sizeof small, &small, sizeof small);
+  this->expect_refused(call, this->run(call, end - sizeof small), KDT_ERR_STRUCT, "params");
+  ::munmap(memory, 2 * page);
+}
+
+TYPED_TEST(Operation, StructsThatAreNullOrMisaligned) {
+  TypeParam call;
+  for (const Call::Struct& s : call.structs()) {
+    if (s.name != "destination") {
+      s.set(nullptr);
+      this->expect_refused_by_both(call, KDT_ERR_NULL_POINTER, s.name);
+    }
+    Guarded<uint64_t> memory({64});
+    s.set(reinterpret_cast<uint8_t*>(memory.data()) + 4);
+    this->expect_refused_by_both(call, KDT_ERR_ALIGNMENT, s.name);
+    s.set(s.address);
+  }
+}
+
+TYPED_TEST(Operation, ReservedFields) {
+  TypeParam counted;
+  for (size_t i = 0; i < counted.reserved().size(); ++i) {
+    TypeParam call;
+    const Reserved field = call.reserved()[i];
+    field.set();
+    this->expect_refused_by_both(call, KDT_ERR_UNSUPPORTED, field.name);
+  }
+}
+
+TYPED_TEST(Operation, PointersThatAreNull) {
+  TypeParam call;
+  for (const Pointer& array : call.pointers()) {
+    if (!array.required) continue;
+    void* const old = array.get();
+    array.set(nullptr);
+    const std::string name = array.name.substr(0, array.name.rfind(".data"));  // data or layer_data
+    this->expect_refused(call, this->run(call), KDT_ERR_NULL_POINTER, name);
+    size_t size;
+    EXPECT_EQ(call.query(this->context_, call.params(), &size), KDT_OK) << "a query reads no arrays";
+    array.set(old);
+  }
+}
+
+TYPED_TEST(Operation, OptionalPointersMayBeNull) {
+  TypeParam call;
+  for (const Pointer& array : call.pointers()) {
+    if (!array.required && array.name.find("block_table") == std::string::npos) array.set(nullptr);
+  }
+  EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+}
+
+TYPED_TEST(Operation, PointersThatAreMisaligned) {
+  TypeParam call;
+  for (const Pointer& array : call.pointers()) {
+    char* const old = static_cast<char*>(array.get());
+    for (size_t shift = 1; shift < array.alignment; ++shift) {
+      array.set(old + shift);
+      this->expect_refused(call, this->run(call), KDT_ERR_ALIGNMENT, array.name);
+    }
+    array.set(old);
+  }
+}
+
+// Each output over each other array: from its start, at its last element, and by the output's own last element.
+TYPED_TEST(Operation, OutputsThatOverlap) {
+  TypeParam call;
+  const auto arrays = call.pointers();
+  for (const Pointer& output : arrays) {
+    if (!output.output) continue;
+    for (const Pointer& other : arrays) {
+      if (other.name == output.name) continue;
+      char* const old = static_cast<char*>(output.get());
+      char* const begin = static_cast<char*>(other.get());
+      const size_t step = std::max(output.alignment, other.element_size);
+      const size_t last = (other.span - 1) / step * step, own_last = (output.span - 1) / step * step;
+      for (char* place : {begin, begin + last, begin - own_last}) {
+        output.set(place);
+        const int32_t got = this->run(call);
+        EXPECT_STREQ(kdt_status_name(got), "KDT_ERR_OVERLAP") << output.name << " over " << other.name;
+        const std::string text = kdt_last_error();
+        EXPECT_NE(text.find("'" + output.name + "'"), std::string::npos) << text;
+        EXPECT_TRUE(call.untouched()) << output.name << " over " << other.name;
+      }
+      output.set(old);
+    }
+  }
+}
+
+// Inputs may share memory, and an output may begin where another array ends.
+TYPED_TEST(Operation, NeighboursAndSharedInputsAreNoOverlap) {
+  TypeParam call;
+  Guarded<uint64_t> arena({4096});
+  char* next = reinterpret_cast<char*>(arena.data());
+  for (const Pointer& array : call.pointers()) {
+    next += (array.alignment - reinterpret_cast<uintptr_t>(next) % array.alignment) % array.alignment;
+    std::memcpy(next, array.get(), array.span);
+    array.set(next);
+    next += array.span;
+  }
+  ASSERT_LT(next, reinterpret_cast<char*>(arena.data() + 4096));
+  EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+
+  TypeParam shared;
+  const auto arrays = shared.pointers();
+  const Pointer& prefix_lens = *std::find_if(arrays.begin(), arrays.end(), [](const Pointer& a) {
+    return a.name == "prefix_lens" || a.name == "max_tokens";
+  });
+  const Pointer& num_live =
+      *std::find_if(arrays.begin(), arrays.end(), [](const Pointer& a) { return a.name == "num_live"; });
+  prefix_lens.set(num_live.get());
+  const int32_t got = this->run(shared);
+  EXPECT_EQ(got, KDT_OK) << kdt_last_error();
+}
+
+TYPED_TEST(Operation, StridesThatAreTooSmallOrTooLarge) {
+  TypeParam call;
+  for (const Stride& stride : call.strides()) {
+    const int64_t old = *stride.field;
+    for (const int64_t value : {stride.minimum - 1, int64_t{-1}, std::numeric_limits<int64_t>::min()}) {
+      if (value == 0) continue;  // packed
+      *stride.field = value;
+      this->expect_refused_by_both(call, KDT_ERR_STRIDE, stride.name);
+    }
+    // Spans beyond 2^63 elements, and (but for bytes) beyond 2^63 bytes. The text names the stride or its array.
+    for (const int64_t value : {kHuge, kHuge / 2}) {
+      if (value < kHuge && stride.name == "mask_stride") continue;
+      *stride.field = value;
+      EXPECT_STREQ(kdt_status_name(this->run(call)), "KDT_ERR_STRIDE") << stride.name << " " << value;
+      EXPECT_TRUE(call.untouched()) << stride.name;
+    }
+    *stride.field = old;
+  }
+}
+
+TYPED_TEST(Operation, DimensionsThatAreNegativeOrAboveTheirLimits) {
+  TypeParam call;
+  for (const Dimension& dimension : call.dimensions()) {
+    const int32_t old = *dimension.field;
+    for (const int32_t value : {dimension.lowest - 1, -1, INT32_MIN}) {
+      *dimension.field = value;
+      this->expect_refused_by_both(call, KDT_ERR_SHAPE, dimension.name);
+    }
+    if (dimension.highest < INT32_MAX) {
+      for (const int32_t value : {dimension.highest + 1, INT32_MAX}) {
+        *dimension.field = value;
+        this->expect_refused_by_both(call, KDT_ERR_LIMIT, dimension.name);
+        EXPECT_NE(std::string(kdt_last_error()).find(std::to_string(dimension.highest)), std::string::npos)
+            << "the text names the limit";
+      }
+    }
+    *dimension.field = old;
+  }
+}
+
+TYPED_TEST(Operation, StreamOnTheCpu) {
+  TypeParam call;
+  int stream = 0;
+  const int32_t got =
+      call.run(this->context_, call.params(), this->workspace_.data(), this->workspace_.size(), &stream);
+  this->expect_refused(call, got, KDT_ERR_INVALID_ARGUMENT, "stream");
+}
+
+TYPED_TEST(Operation, Workspace) {
+  TypeParam call;
+  size_t size = 0;
+  ASSERT_EQ(call.query(this->context_, call.params(), &size), KDT_OK) << kdt_last_error();
+  if (size > 0) {
+    void* const workspace = this->workspace_.data();
+    this->expect_refused(call, call.run(this->context_, call.params(), nullptr, size, nullptr), KDT_ERR_WORKSPACE,
+                         "workspace");
+    this->expect_refused(call, call.run(this->context_, call.params(), workspace, size - 1, nullptr),
+                         KDT_ERR_WORKSPACE, "workspace");
+    this->expect_refused(call, call.run(this->context_, call.params(), workspace, 0, nullptr), KDT_ERR_WORKSPACE,
+                         "workspace");
+  }
+  // Over each array, by the last byte of either.
+  const size_t given = std::max<size_t>(size, 1);
+  for (const Pointer& array : call.pointers()) {
+    char* const begin = static_cast<char*>(array.get());
+    for (char* place : {begin, begin + array.span - 1, begin - (given - 1)}) {
+      EXPECT_EQ(call.run(this->context_, call.params(), place, given, nullptr), KDT_ERR_OVERLAP) << array.name;
+      EXPECT_NE(std::string(kdt_last_error()).find("'workspace'"), std::string::npos) << kdt_last_error();
+      EXPECT_TRUE(call.untouched()) << array.name;
+    }
+  }
+  EXPECT_EQ(call.run(this->context_, call.params(), size > 0 ? this->workspace_.data() : nullptr, size, nullptr),
+            KDT_OK)
+      << kdt_last_error();
+}
+
+TYPED_TEST(Operation, NoRequestsIsANoOp) {
+  TypeParam call;
+  call.set_batch_size(0);
+  EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+  for (const Pointer& array : call.pointers()) array.set(nullptr);
+  EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+  EXPECT_EQ(call.run(this->context_, call.params(), nullptr, 0, nullptr), KDT_OK) << kdt_last_error();
+  EXPECT_TRUE(call.untouched());
+}
+
+TYPED_TEST(Operation, WorkspaceSizeGrowsWithEachDimension) {
+  TypeParam counted;
+  const auto size_with = [&](size_t dimension, int32_t value) {
+    TypeParam call;
+    const Dimension d = call.dimensions()[dimension];
+    *d.field = value;
+    if constexpr (std::is_same_v<TypeParam, TreeBuildCall>) {
+      if (d.name == "budget") call.out.tree.num_slots = value + 1;
+      if (d.name == "tree.num_slots") call.p.budget = value - 1;
+    }
+    for (const Stride& stride : call.strides()) *stride.field = 0;
+    size_t size = 0;
+    EXPECT_EQ(call.query(this->context_, call.params(), &size), KDT_OK)
+        << d.name << " " << value << kdt_last_error();
+    return size;
+  };
+  for (size_t i = 0; i < counted.dimensions().size(); ++i) {
+    const Dimension d = counted.dimensions()[i];
+    size_t previous = 0;
+    if (d.name.rfind("destination", 0) == 0 || d.name == "cache.num_layers" || d.name == "cache.row_width") {
+      if constexpr (std::is_same_v<TypeParam, KvCompactToCall>) continue;  // both caches must agree
+    }
+    for (int32_t value = d.lowest; value <= std::min(d.highest, 1025); value += 1 + value / 3) {
+      const size_t size = size_with(i, value);
+      EXPECT_GE(size, previous) << d.name << " " << value;
+      previous = size;
+    }
+    if (d.highest < INT32_MAX) {
+      EXPECT_GE(size_with(i, d.highest), previous);
+    }
+  }
+}
+
+// ---- What single operations refuse -----------------------------------------------------------------
+
+class Calling : public testing::Test {
+ protected:
+  int32_t run(Call& call) {
+    return call.run(context_, call.params(), workspace_.data(), workspace_.size(), nullptr);
+  }
+  void expect_refused(Call& call, int32_t code, const std::string& argument) {
+    EXPECT_STREQ(kdt_status_name(run(call)), kdt_status_name(code));
+    EXPECT_NE(std::string(kdt_last_error()).find("'" + argument + "'"), std::string::npos) << kdt_last_error();
+    EXPECT_TRUE(call.untouched());
+  }
+
+  TestContext context_;
+  Guarded<uint8_t> workspace_{{1 << 16}};
+};
+
+TEST_F(Calling, TreeBuildWantsOneSlotMoreThanTheBudget) {
+  for (const int32_t budget : {kN - 2, kN, 0, KDT_MAX_BUDGET}) {
+    TreeBuildCall call;
+    call.p.budget = budget;
+    expect_refused(call, KDT_ERR_SHAPE, "tree.num_slots");
+  }
+}
+
+TEST_F(Calling, TreeBuildVocabSize) {
+  TreeBuildCall call;
+  call.p.vocab_size = -1;
+  expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "vocab_size");
+  call.p.vocab_size = INT32_MAX;
+  EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+}
+
+// No rows or no candidates: the arrays of candidates are empty, and may be NULL with any stride.
+TEST_F(Calling, TreeBuildWithoutCandidatesReadsNone) {
+  for (const bool no_rows : {true, false}) {
+    for (const int64_t stride : {0, 7}) {
+      TreeBuildCall call;
+      (no_rows ? call.p.depth : call.p.num_candidates) = 0;
+      call.p.log_probs = nullptr;
+      call.p.token_ids = nullptr;
+      call.p.log_probs_row_stride = call.p.token_ids_row_stride = 0;
+      call.p.log_probs_stride = call.p.token_ids_stride = stride;
+      if (no_rows) call.p.log_probs_row_stride = call.p.token_ids_row_stride = stride;
+      EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+      EXPECT_EQ(call.out.node_count.values(), (std::vector<int32_t>{1, 1}));
+    }
+  }
+}
+
+TEST_F(Calling, KvCompactIgnoresTheLayerStrideOfLayerPointers) {
+  for (const int64_t stride : {int64_t{-1}, int64_t{1}, kHuge}) {
+    KvCompactCall call;
+    void* layers[] = {call.rows.data(), call.rows.data() + KvCompactCall::kLayer};
+    call.cache.data = nullptr;
+    call.cache.layer_data = layers;
+    call.cache.layer_stride = stride;
+    EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+  }
+}
+
+TEST_F(Calling, KvCompactRefusesRowsThatShareElements) {
+  for (const auto& [field, name] : {std::pair{&kdt_kv_cache::layer_stride, "cache.layer_stride"},
+                                    std::pair{&kdt_kv_cache::page_stride, "cache.page_stride"}}) {
+    KvCompactCall call;
+    call.cache.*field = KvCompactCall::kRow + 1;  // steps into the next row
+    EXPECT_EQ(run(call), KDT_ERR_STRIDE) << name;
+    EXPECT_TRUE(call.untouched());
+  }
+}
+
+TEST_F(Calling, KvCompactElementSize) {
+  for (const int32_t size : {0, -1, 65, INT32_MIN, INT32_MAX}) {
+    KvCompactCall call;
+    call.cache.element_size = size;
+    expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "cache.element_size");
+    KvCompactToCall to;
+    to.destination.element_size = size;
+    expect_refused(to, KDT_ERR_INVALID_ARGUMENT, "destination.element_size");
+  }
+}
+
+TEST_F(Calling, KvCompactWantsTheSameRowsInBothCaches) {
+  for (int32_t kdt_kv_cache::* field :
+       {&kdt_kv_cache::num_layers, &kdt_kv_cache::row_width, &kdt_kv_cache::element_size}) {
+    KvCompactToCall call;
+    call.destination.*field -= 1;
+    EXPECT_STREQ(kdt_status_name(run(call)), "KDT_ERR_SHAPE");
+    EXPECT_NE(std::string(kdt_last_error()).find("'destination."), std::string::npos);
+    EXPECT_TRUE(call.untouched());
+  }
+}
+
+TEST_F(Calling, KvCompactWantsEitherDataOrLayerData) {
+  KvCompactCall call;
+  void* layers[] = {call.rows.data(), call.rows.data() + KvCompactCall::kLayer};
+  call.cache.layer_data = layers;
+  expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "cache");
+  call.cache.data = nullptr;
+  call.cache.layer_data = nullptr;
+  expect_refused(call, KDT_ERR_NULL_POINTER, "cache");
+  call.cache.layer_data = layers;
+  layers[1] = nullptr;
+  expect_refused(call, KDT_ERR_NULL_POINTER, "cache.layer_data");
+  layers[1] = layers[0];  // one layer over another
+  expect_refused(call, KDT_ERR_OVERLAP, "cache.layer_data");
+  layers[1] = call.rows.data() + KvCompactCall::kLayer;
+  EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+}
+
+TEST_F(Calling, KvCompactContiguousWantsAPageForEachRequest) {
+  KvCompactCall call;
+  call.cache.block_table = nullptr;
+  call.cache.num_pages = kB - 1;
+  expect_refused(call, KDT_ERR_SHAPE, "cache.num_pages");
+  call.cache.num_pages = kB;
+  EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+}
+
+// ---- Contexts, devices, errors ---------------------------------------------------------------------
+
+TEST(Abi, HeaderIsC) { EXPECT_EQ(kdt_test_header_is_c(), 0) << "line of header_is_c.c; " << kdt_last_error(); }
+
+TEST(Abi, StatusNames) {
+#define NAME(status) \
+  {                  \
+    status, #status  \
+  }
+  const std::pair<int32_t, const char*> names[] = {
+      NAME(KDT_OK),
+      NAME(KDT_ERR_INVALID_ARGUMENT),
+      NAME(KDT_ERR_NULL_POINTER),
+      NAME(KDT_ERR_SHAPE),
+      NAME(KDT_ERR_LIMIT),
+      NAME(KDT_ERR_STRIDE),
+      NAME(KDT_ERR_ALIGNMENT),
+      NAME(KDT_ERR_OVERLAP),
+      NAME(KDT_ERR_WORKSPACE),
+      NAME(KDT_ERR_STRUCT),
+      NAME(KDT_ERR_UNSUPPORTED),
+      NAME(KDT_ERR_NO_BACKEND),
+      NAME(KDT_ERR_NO_DEVICE),
+      NAME(KDT_ERR_OUT_OF_MEMORY),
+      NAME(KDT_ERR_CUDA),
+      NAME(KDT_ERR_INTERNAL),
+      NAME(KDTR_ERR_IO),
+      NAME(KDTR_ERR_NOT_FOUND),
+      NAME(KDTR_ERR_TOO_SHORT),
+      NAME(KDTR_ERR_MAGIC),
+      NAME(KDTR_ERR_VERSION),
+      NAME(KDTR_ERR_RESERVED),
+      NAME(KDTR_ERR_FILE_SIZE),
+      NAME(KDTR_ERR_CAP),
+      NAME(KDTR_ERR_INDEX_CHECKSUM),
+      NAME(KDTR_ERR_INDEX),
+      NAME(KDTR_ERR_NAME),
+      NAME(KDTR_ERR_DTYPE),
+      NAME(KDTR_ERR_SHAPE),
+      NAME(KDTR_ERR_SIZE),
+      NAME(KDTR_ERR_OFFSET),
+      NAME(KDTR_ERR_PADDING),
+      NAME(KDTR_ERR_DATA_CHECKSUM),
+      NAME(KDTR_ERR_VALUE),
+  };
+#undef NAME
+  for (int32_t status = -10; status < 700; ++status) {
+    const auto* found =
+        std::find_if(std::begin(names), std::end(names), [&](auto& n) { return n.first == status; });
+    EXPECT_STREQ(kdt_status_name(status), found != std::end(names) ? found->second : "unknown status") << status;
+  }
+  EXPECT_STREQ(kdt_status_name(INT32_MIN), "unknown status");
+  EXPECT_STREQ(kdt_status_name(INT32_MAX), "unknown status");
+}
+
+TEST(Abi, VersionsAndBuildInfo) {
+  EXPECT_EQ(kdt_abi_version(), KDT_ABI_MAJOR * 1000 + KDT_ABI_MINOR);
+  EXPECT_STREQ(kdt_version(), KDT_VERSION);
+  const std::string info = kdt_build_info();
+  EXPECT_EQ(info.front(), '{');
+  EXPECT_EQ(info.back(), '}');
+  for (const char* key : {"\"version\": \"" KDT_VERSION "\"", "\"abi\": ", "\"compiler\": ", "\"build_type\": ",
+                          "\"cuda\": ", "\"cuda_architectures\": "}) {
+    EXPECT_NE(info.find(key), std::string::npos) << key;
+  }
+}
+
+TEST(Abi, ContextDefaults) {
+  kdt_context* context = nullptr;
+  ASSERT_EQ(kdt_context_create(nullptr, &context), KDT_OK) << kdt_last_error();
+  auto got = sized<kdt_context_params>();
+  got.backend = got.device = got.reserved0 = 99;
+  ASSERT_EQ(kdt_context_get(context, &got), KDT_OK) << kdt_last_error();
+  kdt_context_destroy(context);
+  EXPECT_EQ(got.backend, KDT_BACKEND_CPU);
+  EXPECT_EQ(got.device, 0);
+  EXPECT_EQ(got.reserved0, 0);
+  EXPECT_GE(got.num_threads, 1);
+  auto info = sized<kdt_device_info>();
+  ASSERT_EQ(kdt_device_query(KDT_BACKEND_CPU, 0, &info), KDT_OK);
+  EXPECT_EQ(got.num_threads, info.multiprocessors) << "as many threads as this process may run on";
+}
+
+TEST(Abi, ContextKeepsItsThreads) {
+  for (const int32_t threads : {1, 3, 1024}) {
+    const TestContext context(threads);
+    auto got = sized<kdt_context_params>();
+    ASSERT_EQ(kdt_context_get(context, &got), KDT_OK);
+    EXPECT_EQ(got.num_threads, threads);
+  }
+}
+
+TEST(Abi, ContextCreateRefuses) {
+  const auto refused = [](int32_t code, const char* argument, auto change) {
+    auto params = sized<kdt_context_params>();
+    change(params);
+    kdt_context* context = reinterpret_cast<kdt_context*>(8);
+    EXPECT_STREQ(kdt_status_name(kdt_context_create(&params, &context)), kdt_status_name(code)) << argument;
+    EXPECT_EQ(context, nullptr);
+    const std::string text = kdt_last_error();
+    EXPECT_EQ(text.rfind("kdt_context_create: ", 0), 0u) << text;
+    EXPECT_NE(text.find(argument), std::string::npos) << text;
+  };
+  for (const int32_t backend : {-1, 2, INT32_MIN, INT32_MAX}) {
+    refused(KDT_ERR_INVALID_ARGUMENT, "'backend'", [=](kdt_context_params& p) { p.backend = backend; });
+  }
+  for (const int32_t device : {-1, 1, INT32_MAX}) {
+    refused(KDT_ERR_INVALID_ARGUMENT, "'device'", [=](kdt_context_params& p) { p.device = device; });
+  }
+  for (const int32_t threads : {-1, 1025, INT32_MIN, INT32_MAX}) {
+    refused(KDT_ERR_INVALID_ARGUMENT, "'num_threads'", [=](kdt_context_params& p) { p.num_threads = threads; });
+  }
+  refused(KDT_ERR_UNSUPPORTED, "'reserved0'", [](kdt_context_params& p) { p.reserved0 = 1; });
+  for (const size_t size : {size_t{0}, sizeof(kdt_context_params) - 1, size_t{1} << 40}) {
+    refused(KDT_ERR_STRUCT, "'params'", [=](kdt_context_params& p) { p.struct_size = size; });
+  }
+  EXPECT_EQ(kdt_context_create(nullptr, nullptr), KDT_ERR_NULL_POINTER);
+  kdt_context_destroy(nullptr);
+}
+
+TEST(Abi, ContextOfANewerHeader) {
+  struct Newer {
+    kdt_context_params known;
+    int64_t unknown;
+  } params = {};
+  params.known.struct_size = sizeof params;
+  params.known.num_threads = 2;
+  kdt_context* context = nullptr;
+  ASSERT_EQ(kdt_context_create(&params.known, &context), KDT_OK) << kdt_last_error();
+  params.known.num_threads = 0;
+  EXPECT_EQ(kdt_context_get(context, &params.known), KDT_OK) << kdt_last_error();
+  EXPECT_EQ(params.known.num_threads, 2);
+  EXPECT_EQ(params.known.struct_size, sizeof params);
+  kdt_context_destroy(context);
+  params.unknown = 1;
+  EXPECT_EQ(kdt_context_create(&params.known, &context), KDT_ERR_STRUCT);
+  EXPECT_EQ(context, nullptr);
+}
+
+TEST(Abi, ContextGetRefuses) {
+  const TestContext context;
+  auto params = sized<kdt_context_params>();
+  EXPECT_EQ(kdt_context_get(nullptr, &params), KDT_ERR_NULL_POINTER);
+  EXPECT_EQ(kdt_context_get(context, nullptr), KDT_ERR_NULL_POINTER);
+  params.struct_size = 4;
+  params.num_threads = 77;
+  EXPECT_EQ(kdt_context_get(context, &params), KDT_ERR_STRUCT);
+  EXPECT_EQ(params.num_threads, 77);
+}
+
+TEST(Abi, CpuDevice) {
+  int32_t count = -1;
+  EXPECT_EQ(kdt_device_count(KDT_BACKEND_CPU, &count), KDT_OK);
+  EXPECT_EQ(count, 1);
+  auto info = sized<kdt_device_info>();
+  std::memset(info.name, 'x', sizeof info.name);
+  ASSERT_EQ(kdt_device_query(KDT_BACKEND_CPU, 0, &info), KDT_OK) << kdt_last_error();
+  EXPECT_GT(strnlen(info.name, sizeof info.name), 0u);
+  EXPECT_LT(strnlen(info.name, sizeof info.name), sizeof info.name);
+  EXPECT_EQ(info.struct_size, sizeof info);
+  EXPECT_EQ(info.memory_bytes, 0);
+  EXPECT_EQ(info.compute_capability, 0);
+  EXPECT_EQ(info.kernel_architecture, 0);
+  EXPECT_GE(info.multiprocessors, 1);
+  EXPECT_EQ(info.max_shared_memory_bytes, 0);
+}
+
+TEST(Abi, DeviceCallsRefuse) {
+  int32_t count = -1;
+  EXPECT_EQ(kdt_device_count(KDT_BACKEND_CPU, nullptr), KDT_ERR_NULL_POINTER);
+  EXPECT_EQ(kdt_device_count(2, &count), KDT_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(count, 0);
+  auto info = sized<kdt_device_info>();
+  info.multiprocessors = 77;
+  EXPECT_EQ(kdt_device_query(KDT_BACKEND_CPU, 0, nullptr), KDT_ERR_NULL_POINTER);
+  EXPECT_EQ(kdt_device_query(-1, 0, &info), KDT_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(kdt_device_query(KDT_BACKEND_CPU, 1, &info), KDT_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(kdt_device_query(KDT_BACKEND_CPU, -1, &info), KDT_ERR_INVALID_ARGUMENT);
+  info.struct_size -= 8;
+  EXPECT_EQ(kdt_device_query(KDT_BACKEND_CPU, 0, &info), KDT_ERR_STRUCT);
+  EXPECT_EQ(info.multiprocessors, 77) << "a call that failed has written nothing";
+}
+
+// With or without a GPU: either CUDA works, or every call says why it does not, in the same words.
+TEST(Abi, CudaDeviceOrAReason) {
+  const bool built = std::string(kdt_build_info()).find("\"cuda\": true") != std::string::npos;
+  int32_t count = -1;
+  const int32_t status = kdt_device_count(KDT_BACKEND_CUDA, &count);
+  auto params = sized<kdt_context_params>();
+  params.backend = KDT_BACKEND_CUDA;
+  kdt_context* context = reinterpret_cast<kdt_context*>(8);
+  auto info = sized<kdt_device_info>();
+  if (status == KDT_OK) {
+    EXPECT_TRUE(built);
+    ASSERT_GT(count, 0);
+    ASSERT_EQ(kdt_device_query(KDT_BACKEND_CUDA, 0, &info), KDT_OK) << kdt_last_error();
+    EXPECT_GE(info.compute_capability, 80);
+    EXPECT_GE(info.kernel_architecture, 80);
+    EXPECT_GT(info.memory_bytes, 0);
+    EXPECT_GT(info.multiprocessors, 0);
+    EXPECT_GT(info.max_shared_memory_bytes, 0);
+    EXPECT_EQ(kdt_device_query(KDT_BACKEND_CUDA, count, &info), KDT_ERR_INVALID_ARGUMENT);
+    ASSERT_EQ(kdt_context_create(&params, &context), KDT_OK) << kdt_last_error();
+    kdt_context_destroy(context);
+    return;
+  }
+  EXPECT_EQ(status, built ? KDT_ERR_NO_DEVICE : KDT_ERR_NO_BACKEND) << kdt_last_error();
+  EXPECT_EQ(count, 0);
+  EXPECT_EQ(std::string(kdt_last_error()).rfind("kdt_device_count: ", 0), 0u) << kdt_last_error();
+  EXPECT_GT(std::strlen(kdt_last_error()), std::strlen("kdt_device_count: "));
+  EXPECT_EQ(kdt_device_query(KDT_BACKEND_CUDA, 0, &info), status);
+  EXPECT_EQ(std::string(kdt_last_error()).rfind("kdt_device_query: ", 0), 0u) << kdt_last_error();
+  EXPECT_EQ(kdt_context_create(&params, &context), status);
+  EXPECT_EQ(std::string(kdt_last_error()).rfind("kdt_context_create: ", 0), 0u) << kdt_last_error();
+  EXPECT_EQ(context, nullptr);
+}
+
+TEST(Abi, ErrorTextBelongsToItsThread) {
+  int32_t count = 0;
+  ASSERT_EQ(kdt_device_count(-1, &count), KDT_ERR_INVALID_ARGUMENT);
+  const std::string mine = kdt_last_error();
+  EXPECT_NE(mine.find("-1"), std::string::npos) << "the text has the value that came: " << mine;
+  std::string before = "?", after;
+  std::thread([&] {
+    before = kdt_last_error();
+    kdt_context_create(nullptr, nullptr);
+    after = kdt_last_error();
+  }).join();
+  EXPECT_EQ(before, "") << "nothing has failed yet in a new thread";
+  EXPECT_EQ(after.rfind("kdt_context_create: ", 0), 0u) << after;
+  EXPECT_EQ(kdt_last_error(), mine);
+  ASSERT_EQ(kdt_device_count(KDT_BACKEND_CPU, &count), KDT_OK);
+  EXPECT_EQ(kdt_last_error(), mine) << "a call that works leaves the text";
+}
+
+}  // namespace

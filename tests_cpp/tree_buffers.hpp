@@ -1,0 +1,141 @@
+// Output trees in guarded memory, and what they are compared with.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "fixture.hpp"
+#include "guarded.hpp"
+#include "kdtree/kdtree.h"
+
+namespace kdt_test {
+
+// Rows of a visibility matrix from parents, by following them from each slot.
+inline std::vector<uint64_t> visibility_of(const std::vector<int32_t>& parents,
+                                           const std::vector<int32_t>& node_count, int64_t num_slots) {
+  const size_t words = static_cast<size_t>((num_slots + 63) / 64), n = static_cast<size_t>(num_slots);
+  std::vector<uint64_t> rows(node_count.size() * n * words);
+  for (size_t b = 0; b < node_count.size(); ++b) {
+    for (int32_t slot = 0; slot < node_count[b]; ++slot) {
+      for (int32_t seen = slot; seen >= 0; seen = parents[b * n + static_cast<size_t>(seen)]) {
+        rows[(b * n + static_cast<size_t>(slot)) * words + static_cast<size_t>(seen) / 64] |= uint64_t{1}
+                                                                                              << (seen % 64);
+      }
+    }
+  }
+  return rows;
+}
+
+// A batch of trees, packed.
+struct TreeValues {
+  std::vector<int32_t> tokens, parents, first_child, next_sibling, depths, positions;
+  std::vector<float> log_probs;
+  std::vector<uint64_t> visibility;
+  std::vector<int32_t> node_count, status;
+
+  static TreeValues of(const Case& c) {
+    const auto ints = [&](const char* field) { return c.get<int32_t>("out." + std::string(field)).data; };
+    TreeValues v;
+    v.tokens = ints("tokens");
+    v.parents = ints("parents");
+    v.first_child = ints("first_child");
+    v.next_sibling = ints("next_sibling");
+    v.depths = ints("depths");
+    v.positions = ints("positions");
+    v.log_probs = c.get<float>("out.log_probs").data;
+    v.node_count = ints("node_count");
+    v.status = ints("status");
+    const int64_t num_slots = c.get<int32_t>("out.tokens").dims[1];
+    const auto visibility = c.find<uint64_t>("out.visibility");
+    v.visibility = visibility ? visibility->data : visibility_of(v.parents, v.node_count, num_slots);
+    return v;
+  }
+
+  TreeValues repeated(int64_t times) const {
+    return {tiled(tokens, times),       tiled(parents, times),    tiled(first_child, times),
+            tiled(next_sibling, times), tiled(depths, times),     tiled(positions, times),
+            tiled(log_probs, times),    tiled(visibility, times), tiled(node_count, times),
+            tiled(status, times)};
+  }
+};
+
+// Poisoned memory for a batch of trees with `slack` unused elements after each row.
+struct TreeBuffers {
+  TreeBuffers(int32_t batch_size, int32_t slots, int64_t slack = 0, bool status_given = true)
+      : num_slots(slots),
+        with_status(status_given),
+        words((slots + 63) / 64),
+        tokens({batch_size, slots}, {slots + slack}),
+        parents({batch_size, slots}, {slots + slack}),
+        first_child({batch_size, slots}, {slots + slack}),
+        next_sibling({batch_size, slots}, {slots + slack}),
+        depths({batch_size, slots}, {slots + slack}),
+        positions({batch_size, slots}, {slots + slack}),
+        log_probs({batch_size, slots}, {slots + slack}),
+        visibility({batch_size, slots, words}, {slots * (words + slack) + slack, words + slack}),
+        node_count({batch_size}),
+        status({batch_size}),
+        tree(sized<kdt_tree>()) {
+    tree.batch_size = batch_size;
+    tree.num_slots = slots;
+    if (slack > 0) {
+      tree.slot_stride = slots + slack;
+      tree.visibility_pitch = words + slack;
+      tree.visibility_stride = slots * (words + slack) + slack;
+    }
+    tree.tokens = tokens.data();
+    tree.parents = parents.data();
+    tree.first_child = first_child.data();
+    tree.next_sibling = next_sibling.data();
+    tree.depths = depths.data();
+    tree.positions = positions.data();
+    tree.log_probs = log_probs.data();
+    tree.visibility = visibility.data();
+    tree.node_count = node_count.data();
+    tree.status = with_status ? status.data() : nullptr;
+  }
+  TreeBuffers(const TreeBuffers&) = delete;
+  TreeBuffers& operator=(const TreeBuffers&) = delete;
+
+  TreeValues values() const {
+    return {tokens.values(),    parents.values(),   first_child.values(), next_sibling.values(), depths.values(),
+            positions.values(), log_probs.values(), visibility.values(),  node_count.values(),   status.values()};
+  }
+
+  std::vector<const GuardedBytes*> arrays() const {
+    return {&tokens,    &parents,   &first_child, &next_sibling, &depths,
+            &positions, &log_probs, &visibility,  &node_count,   &status};
+  }
+
+  void expect(const TreeValues& expected) const {
+    const TreeValues got = values();
+    EXPECT_TRUE(same_bits(got.tokens, expected.tokens)) << "tokens";
+    EXPECT_TRUE(same_bits(got.parents, expected.parents)) << "parents";
+    EXPECT_TRUE(same_bits(got.first_child, expected.first_child)) << "first_child";
+    EXPECT_TRUE(same_bits(got.next_sibling, expected.next_sibling)) << "next_sibling";
+    EXPECT_TRUE(same_bits(got.depths, expected.depths)) << "depths";
+    EXPECT_TRUE(same_bits(got.positions, expected.positions)) << "positions";
+    EXPECT_TRUE(same_bits(got.log_probs, expected.log_probs)) << "log_probs";
+    EXPECT_TRUE(same_bits(got.visibility, expected.visibility)) << "visibility";
+    EXPECT_TRUE(same_bits(got.node_count, expected.node_count)) << "node_count";
+    if (with_status) {
+      EXPECT_TRUE(same_bits(got.status, expected.status)) << "status";
+    } else {
+      EXPECT_TRUE(status.unchanged()) << "status";
+    }
+    for (const GuardedBytes* array : arrays()) EXPECT_TRUE(array->guards_intact());
+  }
+
+  int32_t num_slots;
+  bool with_status;
+  int64_t words;
+  Guarded<int32_t> tokens, parents, first_child, next_sibling, depths, positions;
+  Guarded<float> log_probs;
+  Guarded<uint64_t> visibility;
+  Guarded<int32_t> node_count, status;
+  kdt_tree tree;
+};
+
+}  // namespace kdt_test
