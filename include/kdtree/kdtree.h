@@ -4,14 +4,16 @@
  * This is the whole C ABI of libkdtree_kernels.so (the KDTR container has its own header, kdtr.h).
  * It is C11 and needs no CUDA header. Read it from top to bottom:
  *
- *   1. versions and build facts       4. the draft tree and its layout
- *   2. status codes and error text    5. operations on trees
- *   3. contexts and devices           6. the KV cache
+ *   1. versions, build facts, limits   5. operations on trees
+ *   2. status codes and error text     6. the KV cache
+ *   3. contexts and devices            7. operations on vocabulary rows
+ *   4. the draft tree and its layout   8. attention
  *
  * Letters used in shapes:
  *   B requests in the batch      D draft depth              K candidates a row
  *   V vocabulary                 N node slots, root included (budget + 1)
  *   W ceil(N / 64)               M tokens an accepted path may hold
+ *   R rows of logits             Q queries a request        H query heads on this rank
  *
  * Rules that hold for every operation:
  *   - Arrays are row-major. [B, D, K] beside a pointer is its shape. Strides count ELEMENTS, and 0 means
@@ -24,18 +26,21 @@
  *     (B = 0, say) may be NULL. B = 0 is a no-op.
  *   - Parameter structs start with struct_size = sizeof(the struct) and must otherwise be zero-initialised:
  *         kdt_tree_build_params p = {.struct_size = sizeof p};
- *     A larger struct (a newer header) is accepted when its unknown bytes are zero. Fields marked
+ *     A larger struct (a newer header, up to 4096 bytes) is accepted when its unknown bytes are zero. Fields marked
  *     "reserved" are refused with KDT_ERR_UNSUPPORTED when set.
  *   - Scratch memory is the caller's: kdt_X_workspace_size gives the bytes kdt_X needs for the same context
  *     and the same scalars in its params (pointers to arrays are not read). The size never shrinks when a
  *     dimension grows. Any alignment will do; the workspace must not overlap any array of the call.
+ *   - Every operation may return NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT,
+ *     INVALID_ARGUMENT, UNSUPPORTED and OUT_OF_MEMORY (KDT_ERR_*), and on the CUDA backend CUDA.
  *   - A call that returns an error has written nothing. Bad numbers INSIDE device or host arrays are no
  *     error: they set flags in `status` (KDT_STATUS_*), for that request alone.
  *   - num_live, optional, is a single int32 in the same memory as the arrays: requests >= num_live are dead
  *     and get padding (see each operation). It is clamped to 0..B without a flag.
  *   - `stream` is a cudaStream_t on the CUDA backend (NULL: the default stream) and must be NULL on the CPU
  *     backend, where a call has finished when it returns.
- *   - The same inputs give the same bits on every run, with any number of threads. All functions may be
+ *   - The same inputs give the same bits on every run, with any number of threads, in the floating-point
+ *     environment a thread starts with (rounding to nearest, denormals on). All functions may be
  *     called from many threads at once, with one context too. No function throws, aborts or exits.
  */
 #ifndef KDTREE_KDTREE_H
@@ -75,6 +80,11 @@ KDT_API const char* kdt_build_info(void);
 #define KDT_MAX_BUDGET 1024     /* nodes without the root; so N <= 1025 */
 #define KDT_MAX_DEPTH 64        /* D */
 #define KDT_MAX_CANDIDATES 1024 /* K */
+#define KDT_MAX_SHARDS 256      /* S, of topk_merge */
+
+/* Types of logits, queries, caches. float16 and bfloat16 are 16-bit words in host byte order. The numbers are
+ * those of the KDTR format. */
+enum { KDT_F32 = 2, KDT_F16 = 3, KDT_BF16 = 4 };
 
 /* ---- 2. Status codes and error text ---------------------------------------------------------------- */
 
@@ -146,7 +156,8 @@ KDT_API int32_t kdt_context_create(const kdt_context_params* params, kdt_context
 /* Frees a context that no call is using any more. NULL is allowed. */
 KDT_API void kdt_context_destroy(kdt_context* context);
 
-/* What kdt_context_create settled on: num_threads is never 0 here on the CPU backend. */
+/* What kdt_context_create settled on: num_threads is never 0 here on the CPU backend. params->struct_size must be
+ * set. Errors: NULL_POINTER, ALIGNMENT, STRUCT. */
 KDT_API int32_t kdt_context_get(const kdt_context* context, kdt_context_params* params);
 
 /* Number of devices of a backend (the CPU backend has one). *count is 0 on an error.
@@ -216,7 +227,6 @@ typedef struct kdt_tree {
  * status: ROW_TRUNCATED when a row d < max_depth ended before K, unless all that is left of it is padding,
  * that is (-inf, -1); CLAMPED when budgets[b], max_depths[b] or prefix_lens[b] was out of range.
  * Dead requests: padding, node_count 0, status 0.
- * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT, UNSUPPORTED.
  */
 typedef struct kdt_tree_build_params {
   size_t struct_size;
@@ -254,7 +264,6 @@ KDT_API int32_t kdt_tree_build(const kdt_context* context, const kdt_tree_build_
  * status: BAD_TREE (then the tree is its root alone) when parents are malformed or node_counts[b] is outside
  * 0..N; CLAMPED when prefix_lens[b] was outside 0..2^31-1-N. A request with node_counts[b] = 0 is treated as
  * dead. Dead requests: padding, node_count 0, status 0.
- * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT.
  */
 typedef struct kdt_tree_from_parents_params {
   size_t struct_size;
@@ -319,9 +328,9 @@ KDT_API int32_t kdt_tree_from_visibility(const kdt_context* context, const kdt_t
  * its token is emitted, so this flag does not depend on stop_tokens or max_tokens for the slots visited.
  *
  * status: BAD_TREE; BAD_TARGET (a target token < 0 was met); CLAMPED when node_count was outside 0..N.
- * Dead requests, and those with node_count 0: tokens, accept_index, next_root -1, all else 0.
+ * Dead requests, and those whose node_count is (clamped to) 0: tokens, accept_index, next_root -1, all else 0, but
+ * for the flag CLAMPED.
  * Reads of the tree: tokens, first_child, next_sibling, node_count; its other arrays may be NULL.
- * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT, UNSUPPORTED.
  */
 typedef struct kdt_tree_accept_params {
   size_t struct_size;
@@ -357,7 +366,9 @@ KDT_API int32_t kdt_tree_accept(const kdt_context* context, const kdt_tree_accep
  * One cache of L layers, paged or contiguous. With a block_table, logical row r of request b is row
  * r % page_size of page block_table[b][r / page_size]; without one the cache is [B, S, w], page_size is S,
  * num_pages is at least B, and page b is request b's.
- * Layers are either one allocation (data and layer_stride) or an array of L pointers (layer_data).
+ * Layers are either one allocation (data and layer_stride) or an array of L pointers (layer_data) to memory that
+ * does not interleave. Rows, pages and layers may be nested in any order ([pages, L, page_size, w], say); no two
+ * may share an element. kv_compact moves bytes and asks for no alignment; attention asks for that of the elements.
  */
 typedef struct kdt_kv_cache {
   size_t struct_size;
@@ -387,7 +398,6 @@ typedef struct kdt_kv_cache {
  * ends, lie in the table (logical row within max_pages, page id within num_pages) or in the contiguous
  * request; otherwise that request is untouched and flagged BAD_TREE. Dead requests are untouched, status 0.
  * The pages of the rows written must belong to that request alone.
- * Errors: NULL_POINTER, SHAPE, LIMIT, STRIDE, OVERLAP, WORKSPACE, STRUCT, INVALID_ARGUMENT.
  */
 typedef struct kdt_kv_compact_params {
   size_t struct_size;
@@ -409,6 +419,284 @@ KDT_API int32_t kdt_kv_compact_workspace_size(const kdt_context* context, const 
                                               size_t* size);
 KDT_API int32_t kdt_kv_compact(const kdt_context* context, const kdt_kv_compact_params* params, void* workspace,
                                size_t workspace_size, void* stream);
+
+/* ---- 7. Operations on vocabulary rows -------------------------------------------------------------- */
+
+/*
+ * Rows of logits come as [R, V], one row after another. R is B, B*D or B*N rows; rows_per_request says how
+ * many belong to a request, so that one num_live serves them all: row r is dead when
+ * r / rows_per_request >= num_live. V is any number below 2^31; offsets are 64-bit.
+ * A vocabulary may be split over ranks: id_offset is added to every id (id_offset + V <= 2^31).
+ */
+
+/*
+ * topk_logprobs: the K most likely tokens of each row and their log-probs.
+ *
+ * Tokens are ordered by logit descending, equal logits (+0 = -0) by id ascending; a -inf logit is an ordinary
+ * one. lse = log(sum(exp(logit))) over the whole row; log_prob = min(0, float32(logit) - float32(lse)), one
+ * float32 subtraction. K > V: the rest is padding, (-inf, -1).
+ *
+ * A row with a NaN or +inf, or without any finite logit, is ROW_INVALID: all (-inf, -1).
+ *
+ * Raw form, for one shard of a vocabulary (to be joined by topk_merge): log_probs receives the logits as
+ * float32, and lse the shard's own lse in float64. A shard that is all -inf, or empty, is legal there, with
+ * lse -inf; a row with a NaN or +inf is ROW_INVALID, all (-inf, -1), with lse NaN.
+ *
+ * Dead rows: padding, lse -inf, status 0.
+ */
+typedef struct kdt_topk_logprobs_params {
+  size_t struct_size;
+  int32_t num_rows;         /* R >= 0 */
+  int32_t vocab_size;       /* V >= 0 */
+  int32_t num_candidates;   /* K, 0..1024 */
+  int32_t logits_dtype;     /* KDT_F32, KDT_F16 or KDT_BF16 */
+  const void* logits;       /* [R, V] */
+  int64_t logits_stride;    /* from row to row, >= V */
+  int32_t raw;              /* 0, or 1 for the raw form */
+  int32_t id_offset;        /* added to every id, >= 0 */
+  float* log_probs;         /* out [R, K] */
+  int64_t log_probs_stride; /* from row to row, >= K */
+  int32_t* token_ids;       /* out [R, K] */
+  int64_t token_ids_stride; /* from row to row, >= K */
+  double* lse;              /* out [R], natural log; optional unless raw */
+  const int32_t* num_live;  /* [1], optional */
+  int32_t rows_per_request; /* >= 1, a divisor of R; 0: 1 */
+  int32_t reserved0;        /* reserved */
+  int32_t* status;          /* out [R], optional */
+  const uint32_t* allowed;  /* reserved: [R, ceil(V / 32)] bitmask of allowed tokens */
+} kdt_topk_logprobs_params;
+
+KDT_API int32_t kdt_topk_logprobs_workspace_size(const kdt_context* context, const kdt_topk_logprobs_params* params,
+                                                 size_t* size);
+KDT_API int32_t kdt_topk_logprobs(const kdt_context* context, const kdt_topk_logprobs_params* params,
+                                  void* workspace, size_t workspace_size, void* stream);
+
+/*
+ * topk_merge: joins the raw top-k of S shards of a vocabulary into the top-k log-probs of the whole.
+ *
+ * Entries are ordered by (logit descending, id ascending), padding (id < 0) last; of entries with the same id
+ * the first counts, in (shard, place) order. The shards' lse are added up in float64; then as in
+ * topk_logprobs. token_ids are exactly those of one shard over the whole vocabulary, log_probs within
+ * 2e-6 + 1e-6 |log_prob| + 1.2e-7 |lse|.
+ *
+ * ROW_INVALID, all (-inf, -1): some lse is NaN or +inf, or all are -inf, or the logit of an entry is NaN or +inf.
+ * Dead rows: padding, lse -inf, status 0.
+ */
+typedef struct kdt_topk_merge_params {
+  size_t struct_size;
+  int32_t num_shards;             /* S, 1..256 */
+  int32_t num_rows;               /* R >= 0 */
+  int32_t num_candidates;         /* K, 0..1024, of each shard and of the result */
+  int32_t rows_per_request;       /* >= 1, a divisor of R; 0: 1 */
+  const float* logits;            /* [S, R, K] */
+  int64_t logits_stride;          /* from shard to shard, >= R * logits_row_stride */
+  int64_t logits_row_stride;      /* from row to row, >= K */
+  const int32_t* shard_token_ids; /* [S, R, K], with the shards' id_offset added */
+  int64_t shard_token_ids_stride; /* as for logits */
+  int64_t shard_token_ids_row_stride;
+  const double* shard_lse;  /* [S, R] */
+  int64_t shard_lse_stride; /* from shard to shard, >= R */
+  float* log_probs;         /* out [R, K] */
+  int64_t log_probs_stride; /* from row to row, >= K */
+  int32_t* token_ids;       /* out [R, K] */
+  int64_t token_ids_stride; /* from row to row, >= K */
+  double* lse;              /* out [R], optional */
+  const int32_t* num_live;  /* [1], optional */
+  int32_t* status;          /* out [R], optional */
+} kdt_topk_merge_params;
+
+KDT_API int32_t kdt_topk_merge_workspace_size(const kdt_context* context, const kdt_topk_merge_params* params,
+                                              size_t* size);
+KDT_API int32_t kdt_topk_merge(const kdt_context* context, const kdt_topk_merge_params* params, void* workspace,
+                               size_t workspace_size, void* stream);
+
+/*
+ * argmax: the most likely token of each row; of equal logits (+0 = -0) the lowest id.
+ *
+ * values, for joining shards: the largest logit; NaN when the row has a NaN, -inf when it has no logit.
+ * A row with a NaN, or without any finite logit, is ROW_INVALID: token -1.
+ * Dead rows: token -1, value -inf, status 0.
+ */
+typedef struct kdt_argmax_params {
+  size_t struct_size;
+  int32_t num_rows;         /* R >= 0 */
+  int32_t vocab_size;       /* V >= 0 */
+  int32_t logits_dtype;     /* KDT_F32, KDT_F16 or KDT_BF16 */
+  int32_t id_offset;        /* added to every id, >= 0 */
+  const void* logits;       /* [R, V] */
+  int64_t logits_stride;    /* from row to row, >= V */
+  int32_t* tokens;          /* out [R] */
+  float* values;            /* out [R], optional */
+  const int32_t* num_live;  /* [1], optional */
+  int32_t rows_per_request; /* >= 1, a divisor of R; 0: 1 */
+  int32_t reserved0;        /* reserved */
+  int32_t* status;          /* out [R], optional */
+  const uint32_t* allowed;  /* reserved: [R, ceil(V / 32)] bitmask of allowed tokens */
+} kdt_argmax_params;
+
+KDT_API int32_t kdt_argmax_workspace_size(const kdt_context* context, const kdt_argmax_params* params,
+                                          size_t* size);
+KDT_API int32_t kdt_argmax(const kdt_context* context, const kdt_argmax_params* params, void* workspace,
+                           size_t workspace_size, void* stream);
+
+/*
+ * sample: one token of each row from softmax(logits / temperature), by the Gumbel-max trick.
+ *
+ * token = the id of the largest score, the lowest of equal ones; score = logit / temperature + g, as if in
+ * float64. The noise g of a token depends on (seed, request id, position, token id) alone, so a result depends on
+ * neither batch nor slot, and the samples at the nodes of a tree equal those of a chain at the same positions.
+ * To the bit, with id the global id (id_offset added) and Philox4x32-10 (Salmon et al., 2011):
+ *     key     = (seed & 0xffffffff, seed >> 32)
+ *     counter = (id / 4, position, request_id & 0xffffffff, request_id >> 32), each as uint32
+ *     x       = word id % 4 of philox(counter, key)
+ *     g       = -log(-log((x + 0.5) / 2^32))
+ * Implementations may differ only where the two best scores are within 1e-5 * max(1, max|logit| / temperature).
+ *
+ * temperature 0: argmax. +inf: uniform over the finite logits. +inf logits: the lowest such id. A temperature that
+ * is negative or NaN, a NaN logit, or no finite logit: ROW_INVALID, token -1.
+ * values: the winning score as float32 (at temperature 0 the largest logit), for joining shards; as for argmax in
+ * rows that are invalid or dead. Dead rows: token -1, status 0.
+ */
+typedef struct kdt_sample_params {
+  size_t struct_size;
+  int32_t num_rows;      /* R >= 0 */
+  int32_t vocab_size;    /* V >= 0 */
+  int32_t logits_dtype;  /* KDT_F32, KDT_F16 or KDT_BF16 */
+  int32_t id_offset;     /* added to every id, >= 0 */
+  const void* logits;    /* [R, V] */
+  int64_t logits_stride; /* from row to row, >= V */
+  uint64_t seed;
+  const float* temperatures;  /* [R] */
+  const int32_t* positions;   /* [R], of the token to be emitted: for a tree's slot its position + 1 */
+  const int64_t* request_ids; /* [R] */
+  int32_t* tokens;            /* out [R] */
+  float* values;              /* out [R], optional */
+  const int32_t* num_live;    /* [1], optional */
+  int32_t rows_per_request;   /* >= 1, a divisor of R; 0: 1 */
+  int32_t reserved0;          /* reserved */
+  int32_t* status;            /* out [R], optional */
+  const uint32_t* allowed;    /* reserved: [R, ceil(V / 32)] bitmask of allowed tokens */
+} kdt_sample_params;
+
+KDT_API int32_t kdt_sample_workspace_size(const kdt_context* context, const kdt_sample_params* params,
+                                          size_t* size);
+KDT_API int32_t kdt_sample(const kdt_context* context, const kdt_sample_params* params, void* workspace,
+                           size_t workspace_size, void* stream);
+
+/* ---- 8. Attention ---------------------------------------------------------------------------------- */
+
+enum { KDT_LSE_NATURAL = 0, KDT_LSE_BASE2 = 1 };
+
+/*
+ * verify_attn: attention of a tree's queries over prefix and tree in absorbed MLA (DeepSeek-V2, arXiv 2405.04434).
+ *
+ * One KV row of 576 values (512 latent, 64 rope) serves all heads: it is the key, and its first 512 values are
+ * the value. score = scale * <q, k>, out = softmax(score) v, lse = log(sum(exp(score))).
+ *
+ * Logical cache rows 0..prefix_len-1 are the prefix, seen by every query (from kv_starts[b] on, when given). Row
+ * prefix_len + j is slot j of the tree, for j < node_count: query i sees it iff bit j of visibility row i is set.
+ * Without visibility, query i sees slots 0..i; without node_count, there are Q. So Q = 1 without a tree is plain
+ * decode, and kv_starts = prefix_lens is the tree alone, to be merged with another kernel's prefix.
+ * Query i >= node_count, and a query that sees nothing: out 0, lse -inf.
+ * What no query of a request may see never matters: neither values (NaN) nor page ids there.
+ *
+ * status: CLAMPED when a number was out of range and clamped: node_count to 0..Q; prefix_len to 0..C - node_count
+ * (at least 0), C = max_pages * page_size rows (contiguous: page_size); kv_start to 0..prefix_len; or when a
+ * query must see a row at or beyond C, or one whose page id is outside 0..num_pages-1: such rows count as unseen.
+ * Dead requests: out 0, lse -inf, status 0.
+ *
+ * Accumulation is float32 or better. Against float64, ||out - ref|| / ||ref|| <= 1e-5 (f32), 2.5e-3 (bf16), 6e-4
+ * (f16), and lse within 1e-5 + 1e-6 |lse|.
+ */
+typedef struct kdt_verify_attn_params {
+  size_t struct_size;
+  int32_t batch_size;         /* B >= 0 */
+  int32_t num_queries;        /* Q, 1..N (without a tree, 1..1025) */
+  int32_t num_heads;          /* H, 1..128 */
+  int32_t qk_dim;             /* 576, else UNSUPPORTED */
+  int32_t v_dim;              /* 512, else UNSUPPORTED */
+  int32_t q_dtype;            /* KDT_F32, KDT_F16 or KDT_BF16 */
+  int32_t kv_dtype;           /* q_dtype, else UNSUPPORTED */
+  int32_t out_dtype;          /* q_dtype or KDT_F32, else UNSUPPORTED */
+  int32_t lse_base;           /* KDT_LSE_NATURAL or KDT_LSE_BASE2 */
+  float scale;                /* finite */
+  const void* q;              /* [B, Q, H, 576] */
+  int64_t q_stride;           /* from request to request; these three may be in any order, each >= 576 */
+  int64_t q_row_stride;       /* from query to query; 0: H * q_head_stride */
+  int64_t q_head_stride;      /* from head to head */
+  const kdt_kv_cache* cache;  /* one layer (data, not layer_data), row_width 576; page_size a power of two <= 256
+                                 when paged, any number of rows when contiguous */
+  const int32_t* prefix_lens; /* [B] */
+  const int32_t* kv_starts;   /* [B], optional */
+  const kdt_tree* tree;       /* optional; reads visibility and node_count, each of which may be NULL */
+  const int32_t* num_live;    /* [1], optional */
+  void* out;                  /* out [B, Q, H, 512] */
+  int64_t out_stride;         /* as for q, each >= 512 */
+  int64_t out_row_stride;
+  int64_t out_head_stride;
+  float* lse;             /* out [B, Q, H] */
+  int64_t lse_stride;     /* in any order, each >= 1 */
+  int64_t lse_row_stride; /* 0: H * lse_head_stride */
+  int64_t lse_head_stride;
+  int32_t* status;          /* out [B], optional */
+  const int32_t* qo_indptr; /* reserved: ragged queries */
+  const void* q_rope;       /* reserved: rope parts in tensors of their own */
+  const void* kv_rope;      /* reserved */
+  const float* kv_scales;   /* reserved: 8-bit cache */
+  int32_t split_len;        /* reserved: a fixed split, for results independent of the batch */
+  int32_t reserved0;        /* reserved */
+} kdt_verify_attn_params;
+
+KDT_API int32_t kdt_verify_attn_workspace_size(const kdt_context* context, const kdt_verify_attn_params* params,
+                                               size_t* size);
+KDT_API int32_t kdt_verify_attn(const kdt_context* context, const kdt_verify_attn_params* params, void* workspace,
+                                size_t workspace_size, void* stream);
+
+/*
+ * merge_attn_states: attention over two disjoint sets of keys, from the results over each (FlashAttention's online
+ * softmax, arXiv 2205.14135): weights w = exp(lse - max), out = (w_a a + w_b b) / (w_a + w_b), lse = log of the
+ * sum.
+ *
+ * An lse of -inf or +inf means an empty side, whose out is never used (FlashMLA writes +inf); both empty: out 0,
+ * lse -inf. A NaN lse, or NaN in the out of a side that counts, propagates.
+ * In place: out may be a (with a's strides and dtype) or b, and lse likewise; other overlaps are refused.
+ * Dead rows: out 0, lse -inf.
+ */
+typedef struct kdt_merge_attn_states_params {
+  size_t struct_size;
+  int32_t num_rows;  /* R >= 0, B * Q */
+  int32_t num_heads; /* H >= 1 */
+  int32_t v_dim;     /* D >= 1, any */
+  int32_t lse_base;  /* of all three: KDT_LSE_NATURAL or KDT_LSE_BASE2 */
+  int32_t a_dtype;   /* KDT_F32, KDT_F16 or KDT_BF16 */
+  int32_t b_dtype;
+  int32_t out_dtype;
+  int32_t rows_per_request; /* >= 1, a divisor of R; 0: 1 */
+  const void* a;            /* [R, H, D] */
+  int64_t a_row_stride;     /* in any order, each >= D */
+  int64_t a_head_stride;
+  const float* a_lse;       /* [R, H] */
+  int64_t a_lse_row_stride; /* in any order, each >= 1 */
+  int64_t a_lse_head_stride;
+  const void* b; /* as a */
+  int64_t b_row_stride;
+  int64_t b_head_stride;
+  const float* b_lse;
+  int64_t b_lse_row_stride;
+  int64_t b_lse_head_stride;
+  void* out; /* out, as a */
+  int64_t out_row_stride;
+  int64_t out_head_stride;
+  float* lse; /* out, as a_lse */
+  int64_t lse_row_stride;
+  int64_t lse_head_stride;
+  const int32_t* num_live; /* [1], optional */
+} kdt_merge_attn_states_params;
+
+KDT_API int32_t kdt_merge_attn_states_workspace_size(const kdt_context* context,
+                                                     const kdt_merge_attn_states_params* params, size_t* size);
+KDT_API int32_t kdt_merge_attn_states(const kdt_context* context, const kdt_merge_attn_states_params* params,
+                                      void* workspace, size_t workspace_size, void* stream);
 
 #ifdef __cplusplus
 }

@@ -23,12 +23,18 @@ from ._errors import (
 )
 from .kdtr import bfloat16
 from .ops import (
+    argmax,
     kv_compact,
+    merge_attn_states,
+    sample,
+    topk_logprobs,
+    topk_merge,
     tree_accept,
     tree_build,
     tree_build_workspace_size,
     tree_from_parents,
     tree_from_visibility,
+    verify_attn,
 )
 from .types import Accepted, StatusFlag, Tree
 
@@ -46,15 +52,21 @@ __all__ = [
     "Status",
     "StatusFlag",
     "Tree",
+    "argmax",
     "backends",
     "bfloat16",
     "build_info",
     "kdtr",
     "kv_compact",
+    "merge_attn_states",
     "reference",
+    "sample",
+    "topk_logprobs",
+    "topk_merge",
     "tree_accept",
     "tree_build",
     "tree_build_workspace_size",
     "tree_from_parents",
     "tree_from_visibility",
+    "verify_attn",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char, c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 ABI_MAJOR = 1
@@ -178,12 +178,182 @@ class KvCompactParams(_Struct):
     ]
 
 
+class TopkLogprobsParams(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("num_candidates", c_int32),
+        ("logits_dtype", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("raw", c_int32),
+        ("id_offset", c_int32),
+        ("log_probs", c_void_p),
+        ("log_probs_stride", c_int64),
+        ("token_ids", c_void_p),
+        ("token_ids_stride", c_int64),
+        ("lse", c_void_p),
+        ("num_live", c_void_p),
+        ("rows_per_request", c_int32),
+        ("reserved0", c_int32),
+        ("status", c_void_p),
+        ("allowed", c_void_p),
+    ]
+
+
+class TopkMergeParams(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_shards", c_int32),
+        ("num_rows", c_int32),
+        ("num_candidates", c_int32),
+        ("rows_per_request", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("logits_row_stride", c_int64),
+        ("shard_token_ids", c_void_p),
+        ("shard_token_ids_stride", c_int64),
+        ("shard_token_ids_row_stride", c_int64),
+        ("shard_lse", c_void_p),
+        ("shard_lse_stride", c_int64),
+        ("log_probs", c_void_p),
+        ("log_probs_stride", c_int64),
+        ("token_ids", c_void_p),
+        ("token_ids_stride", c_int64),
+        ("lse", c_void_p),
+        ("num_live", c_void_p),
+        ("status", c_void_p),
+    ]
+
+
+class ArgmaxParams(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("logits_dtype", c_int32),
+        ("id_offset", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("tokens", c_void_p),
+        ("values", c_void_p),
+        ("num_live", c_void_p),
+        ("rows_per_request", c_int32),
+        ("reserved0", c_int32),
+        ("status", c_void_p),
+        ("allowed", c_void_p),
+    ]
+
+
+class SampleParams(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("logits_dtype", c_int32),
+        ("id_offset", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("seed", c_uint64),
+        ("temperatures", c_void_p),
+        ("positions", c_void_p),
+        ("request_ids", c_void_p),
+        ("tokens", c_void_p),
+        ("values", c_void_p),
+        ("num_live", c_void_p),
+        ("rows_per_request", c_int32),
+        ("reserved0", c_int32),
+        ("status", c_void_p),
+        ("allowed", c_void_p),
+    ]
+
+
+class VerifyAttnParams(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("batch_size", c_int32),
+        ("num_queries", c_int32),
+        ("num_heads", c_int32),
+        ("qk_dim", c_int32),
+        ("v_dim", c_int32),
+        ("q_dtype", c_int32),
+        ("kv_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("lse_base", c_int32),
+        ("scale", c_float),
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("q_row_stride", c_int64),
+        ("q_head_stride", c_int64),
+        ("cache", POINTER(KvCacheStruct)),
+        ("prefix_lens", c_void_p),
+        ("kv_starts", c_void_p),
+        ("tree", POINTER(TreeStruct)),
+        ("num_live", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("out_row_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("lse", c_void_p),
+        ("lse_stride", c_int64),
+        ("lse_row_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("status", c_void_p),
+        ("qo_indptr", c_void_p),
+        ("q_rope", c_void_p),
+        ("kv_rope", c_void_p),
+        ("kv_scales", c_void_p),
+        ("split_len", c_int32),
+        ("reserved0", c_int32),
+    ]
+
+
+class MergeAttnStatesParams(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_rows", c_int32),
+        ("num_heads", c_int32),
+        ("v_dim", c_int32),
+        ("lse_base", c_int32),
+        ("a_dtype", c_int32),
+        ("b_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("rows_per_request", c_int32),
+        ("a", c_void_p),
+        ("a_row_stride", c_int64),
+        ("a_head_stride", c_int64),
+        ("a_lse", c_void_p),
+        ("a_lse_row_stride", c_int64),
+        ("a_lse_head_stride", c_int64),
+        ("b", c_void_p),
+        ("b_row_stride", c_int64),
+        ("b_head_stride", c_int64),
+        ("b_lse", c_void_p),
+        ("b_lse_row_stride", c_int64),
+        ("b_lse_head_stride", c_int64),
+        ("out", c_void_p),
+        ("out_row_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("lse", c_void_p),
+        ("lse_row_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("num_live", c_void_p),
+    ]
+
+
 OPERATIONS: dict[str, type[_Struct]] = {
     "tree_build": TreeBuildParams,
     "tree_from_parents": TreeFromParentsParams,
     "tree_from_visibility": TreeFromVisibilityParams,
     "tree_accept": TreeAcceptParams,
     "kv_compact": KvCompactParams,
+    "topk_logprobs": TopkLogprobsParams,
+    "topk_merge": TopkMergeParams,
+    "argmax": ArgmaxParams,
+    "sample": SampleParams,
+    "verify_attn": VerifyAttnParams,
+    "merge_attn_states": MergeAttnStatesParams,
 }
 
 

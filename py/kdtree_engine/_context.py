@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 from . import _abi, _library
+from ._arrays import INT32_MAX, host_int
 from ._errors import KdtError, KdtValueError, NoDeviceError, Status
 
 
@@ -47,7 +48,11 @@ class Context:
     def __init__(self, backend: str = "cpu", device: int = 0, num_threads: int = 0) -> None:
         library = _library.load()
         handle = ctypes.c_void_p()
-        params = _abi.ContextParams(backend=backend_code(backend), device=device, num_threads=num_threads)
+        params = _abi.ContextParams(
+            backend=backend_code(backend),
+            device=host_int("device", device, 0, INT32_MAX),
+            num_threads=host_int("num_threads", num_threads, 0, INT32_MAX),
+        )
         check(library.kdt_context_create(params, handle))
         self.handle = handle
         weakref.finalize(self, library.kdt_context_destroy, handle)
@@ -57,6 +62,9 @@ class Context:
         self.device = int(settled.device)
         self.num_threads = int(settled.num_threads)
 
+    def __reduce__(self) -> Any:
+        return Context, (self.backend, self.device, self.num_threads)
+
     def __repr__(self) -> str:
         return f"Context(backend={self.backend!r}, device={self.device}, num_threads={self.num_threads})"
 
@@ -65,6 +73,14 @@ class Context:
 def default_context() -> Context:
     """The context of calls that name none: the CPU with all its threads."""
     return Context()
+
+
+def context_or_default(context: Any) -> Context:
+    if context is None:
+        return default_context()
+    if not isinstance(context, Context):
+        raise KdtValueError(f"argument 'context': expected a Context or None, got {type(context).__name__}")
+    return context
 
 
 def build_info() -> dict[str, Any]:

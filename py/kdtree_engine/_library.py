@@ -23,13 +23,19 @@ def source_root() -> Path | None:
     return root if (root / "CMakeLists.txt").is_file() and (root / "include" / "kdtree").is_dir() else None
 
 
+def _packaged() -> Path:
+    """Where the installed package has its library. In an editable install the package is several folders."""
+    found = importlib.resources.files("kdtree_engine").joinpath(FILE_NAME)
+    return found if isinstance(found, Path) else Path(__file__).parent / FILE_NAME
+
+
 def _candidates() -> Iterator[tuple[Path, str]]:
     """Where the library may be, best first, each with a word on why."""
     forced = os.environ.get(ENVIRONMENT)
     if forced:
         yield Path(forced), f"the environment variable {ENVIRONMENT}"
         return  # a user who names a library wants no other
-    yield Path(str(importlib.resources.files("kdtree_engine"))) / FILE_NAME, "the installed package"
+    yield _packaged(), "the installed package"
     root = source_root()
     if root is not None:
         trees = [root / "build" / name / FILE_NAME for name in BUILD_TREES]

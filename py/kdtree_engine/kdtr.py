@@ -23,7 +23,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -41,10 +41,12 @@ __all__ = [
     "load",
     "load_npz",
     "load_safetensors",
+    "loader_of",
     "loads",
     "save",
     "save_npz",
     "save_safetensors",
+    "saver_of",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -427,6 +429,8 @@ def _encode(tensors: Tensors, attrs: Attrs | None) -> list[Any]:
 
 def _checked(tensors: Tensors, attrs: Attrs | None) -> Content:
     """The content as it may be written: every rule kept, arrays little endian and contiguous."""
+    if not isinstance(tensors, Mapping) or not isinstance(attrs, Mapping | None):
+        raise KdtrError("tensors and attrs are mappings from names to arrays and strings", Status.KDTR_NAME)
     texts = {} if attrs is None else dict(attrs)
     if len(tensors) > _MAX_TENSORS or len(texts) > _MAX_ATTRS:
         raise KdtrError(f"{len(tensors)} tensors or {len(texts)} attributes are too many", Status.KDTR_CAP)
@@ -445,7 +449,7 @@ def _checked(tensors: Tensors, attrs: Attrs | None) -> Content:
 
 
 def _checked_array(name: str, value: Any) -> Array:
-    if not isinstance(value, (np.ndarray, np.generic)):
+    if not isinstance(value, (np.ndarray, np.generic)) or isinstance(value, np.ma.MaskedArray):
         raise KdtrError(f"tensor {name!r}: a {type(value).__name__} is no NumPy array", Status.KDTR_DTYPE)
     array = np.asarray(value)
     if array.dtype.name == "bfloat16":  # of ml_dtypes
@@ -577,18 +581,37 @@ def save_safetensors(path: StrPath, tensors: Tensors, attrs: Attrs | None = None
         file.write(data)
 
 
-_LOADERS = {".kdtr": load, ".npz": load_npz, ".safetensors": load_safetensors}
-_SAVERS = {".kdtr": save, ".npz": save_npz, ".safetensors": save_safetensors}
+Loader: TypeAlias = "Callable[[StrPath], Content]"
+Saver: TypeAlias = "Callable[[StrPath, Tensors, Attrs], None]"
+
+_FORMATS: dict[str, tuple[Loader, Saver]] = {
+    ".kdtr": (load, save),
+    ".npz": (load_npz, save_npz),
+    ".safetensors": (load_safetensors, save_safetensors),
+}
+
+
+def loader_of(path: StrPath) -> Loader:
+    """The function that loads a file of this suffix: .kdtr, .npz or .safetensors."""
+    return _format_of(path)[0]
+
+
+def saver_of(path: StrPath) -> Saver:
+    """The function that saves a file of this suffix: .kdtr, .npz or .safetensors."""
+    return _format_of(path)[1]
 
 
 def convert(src: StrPath, dst: StrPath) -> None:
-    """Copies a file's content into another format; the suffixes .kdtr, .npz and .safetensors name them."""
-    suffixes = [os.path.splitext(os.fspath(path))[1].lower() for path in (src, dst)]
-    for path, suffix in zip((src, dst), suffixes, strict=True):
-        if suffix not in _LOADERS:
-            raise KdtValueError(f"{os.fspath(path)!r} does not end in {', '.join(_LOADERS)}")
-    tensors, attrs = _LOADERS[suffixes[0]](src)
-    _SAVERS[suffixes[1]](dst, tensors, attrs)
+    """Copies a file's content into another format; the suffixes name them."""
+    load_source, save_destination = loader_of(src), saver_of(dst)
+    save_destination(dst, *load_source(src))
+
+
+def _format_of(path: StrPath) -> tuple[Loader, Saver]:
+    suffix = os.path.splitext(os.fsdecode(path))[1].lower()
+    if suffix not in _FORMATS:
+        raise KdtValueError(f"{os.fsdecode(path)!r} does not end in {', '.join(_FORMATS)}")
+    return _FORMATS[suffix]
 
 
 def _import_safetensors() -> Any:
@@ -609,6 +632,8 @@ def _io_errors(action: str, path: StrPath) -> Iterator[None]:
         yield
     except KdtError:
         raise
+    except MemoryError as error:
+        raise KdtrError(f"cannot {action} {os.fspath(path)!r}: out of memory", Status.OUT_OF_MEMORY) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise KdtrError(f"cannot {action} {os.fspath(path)!r}: {reason}", Status.KDTR_IO) from error

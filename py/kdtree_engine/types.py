@@ -24,7 +24,7 @@ class StatusFlag(IntFlag):
     """A target token < 0."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Tree:
     """`B` draft trees of at most `N` slots. Slot 0 is the root, slots 1.. are nodes, best first.
 
@@ -78,7 +78,7 @@ class Tree:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Accepted:
     """What `tree_accept` found for `B` requests, at most `M` tokens each."""
 

@@ -38,6 +38,8 @@ def test_structs_are_the_headers_field_by_field() -> None:
         "size_t": ctypes.c_size_t,
         "int32_t": ctypes.c_int32,
         "int64_t": ctypes.c_int64,
+        "uint64_t": ctypes.c_uint64,
+        "float": ctypes.c_float,
         "char": ctypes.c_char,
     }
     mirrored = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_replay_takes_a_trace_of_ones_own(tmp_path: Path) -> None:
         ({"root_tokens": np.zeros(3, np.int32)}, "'root_tokens'"),
         ({"continuation": np.zeros(3, np.int32)}, "'continuation'"),
         ({"log_probs": np.zeros(4, np.float32)}, "'log_probs'"),
+        ({"continuation": np.array([[0, 1, 2], [3, -1, 9]], np.int32)}, "'continuation' has tokens < 0"),
         (
             {
                 "log_probs": np.zeros((0, 3, 4), np.float32),
@@ -105,7 +107,7 @@ def test_what_is_no_trace(tmp_path: Path, changes: dict[str, Any], names: str) -
     assert done.stdout == ""
 
 
-def test_a_trace_beyond_the_limits_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_trace_beyond_the_limits_is_refused_by_every_backend(tmp_path: Path) -> None:
     shape = (1, 65, 1)
     trace = save_trace(
         tmp_path / "t.kdtr",
@@ -114,7 +116,8 @@ def test_a_trace_beyond_the_limits_is_a_usage_error(tmp_path: Path) -> None:
         root_tokens=np.zeros(1, np.int32),
         continuation=np.zeros((1, 65), np.int32),
     )
-    assert "'depth'" in kdtree("replay", trace, code=2).stderr
+    for backend in ("cpu", "reference"):
+        assert "D=65" in kdtree("replay", trace, "--backend", backend, code=4).stderr
 
 
 def test_replay_of_a_missing_or_damaged_file(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_replay_of_a_missing_or_damaged_file(tmp_path: Path) -> None:
     assert str(tmp_path) in kdtree("replay", tmp_path, code=4).stderr
 
 
-@pytest.mark.parametrize("budgets", ["", "1,x", "-1", "1025", "1,,2"])
+@pytest.mark.parametrize("budgets", ["", "1,x", "-1", "1025", "1,,2", "1_0", " 1", "٣"])
 def test_replay_refuses_bad_budgets(budgets: str) -> None:
     assert "--budgets" in kdtree("replay", "--budgets", budgets, code=2).stderr
 
@@ -143,7 +146,9 @@ def test_plot(tmp_path: Path) -> None:
     kdtree("replay", "--budgets", "1,4", "--plot", tmp_path / "p.png", MPLCONFIGDIR=str(tmp_path))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "--plot" in kdtree("replay", "--budgets", "1", "--plot", tmp_path / "no" / "p.png", code=2).stderr
-    assert "--plot" in kdtree("replay", "--budgets", "1", "--plot", tmp_path / "p.xyz", code=2).stderr
+    done = kdtree("replay", "--budgets", "1", "--plot", tmp_path / "p.xyz", code=2)
+    assert "--plot" in done.stderr
+    assert "replaying" not in done.stderr  # known before the work
 
 
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:
@@ -207,6 +212,78 @@ def test_fixtures_export_to_nowhere(tmp_path: Path) -> None:
     kdtree("fixtures", "export", trace, tmp_path / "x.unknown", code=2)
     kdtree("fixtures", "export", tmp_path / "none.kdtr", tmp_path / "x.npz", code=4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.kdtr"]
+
+
+def test_paths_that_no_system_call_likes(tmp_path: Path) -> None:
+    for path in ("a" * 5000, "", tmp_path / "loop.kdtr"):
+        if path == tmp_path / "loop.kdtr":
+            (tmp_path / "loop.kdtr").symlink_to("loop.kdtr")
+        kdtree("replay", path, code=4)
+        kdtree("fixtures", "verify", path, code=4)
+    kdtree("fixtures", "export", "trace_code", tmp_path / "loop.kdtr", code=3)
+    os.mkfifo(tmp_path / "fifo.kdtr")
+    kdtree("fixtures", "show", tmp_path / "fifo.kdtr", code=4)
+    kdtree("fixtures", "export", "trace_code", tmp_path / "fifo.kdtr", code=3)
+
+
+def test_a_file_larger_than_memory_is_an_error(tmp_path: Path) -> None:
+    """A sparse file whose header and index are right: nothing is allocated until it has to be, and then it fails."""
+    index_size, data = 48, 1 << 40
+    entry = struct.pack("<QQIHBBQ", 128, data, 0, 1, 12, 1, data) + b"x" + bytes(15 - 8)
+    header = struct.pack("<8sIIQQIII20s", b"KDTR\r\n\x1a\n", 1, 0, 128 + data, index_size, 1, 0, 0, bytes(20))
+    path = tmp_path / "huge.kdtr"
+    with path.open("wb") as file:
+        file.write(header + entry)
+        try:
+            file.truncate(128 + data)
+        except OSError:
+            pytest.skip("this file system has no sparse files of that size")
+    command = f"ulimit -v 16000000; exec {sys.executable} -m kdtree_engine fixtures show {path}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "out of memory" in done.stderr
+
+
+def test_output_that_cannot_be_written() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    command = [sys.executable, "-m", "kdtree_engine", "info"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    closed = subprocess.run(["sh", "-c", f"{sys.executable} -m kdtree_engine info >&-"], check=False)
+    assert closed.returncode == 3
+    gone = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m kdtree_engine replay --budgets 1 | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert gone.returncode in (0, 128 + 13)  # by whether the pipe was still open
+    assert "Traceback" not in gone.stderr
+
+
+def test_json_stays_pure_when_stderr_is_closed() -> None:
+    command = f"{sys.executable} -m kdtree_engine replay --budgets 1 --json 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["steps"] == 768
+
+
+def test_the_default_trace_comes_from_the_package(tmp_path: Path) -> None:
+    (tmp_path / "trace_code").write_text("junk")
+    command = [sys.executable, "-m", "kdtree_engine", "replay", "--budgets", "1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "py")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["steps"] == 768
+
+
+def test_names_from_a_file_cannot_forge_the_screen(tmp_path: Path) -> None:
+    kdt.kdtr.save(tmp_path / "t.kdtr", {"a\x1b[31m\nb": np.zeros(1)}, {"k": "\x1b]0;x\x07ü"})
+    shown = kdtree("fixtures", "show", tmp_path / "t.kdtr").stdout
+    assert "\x1b" not in shown
+    assert "\\x1b[31m\\nb" in shown
+    assert "ü" in shown
 
 
 def test_usage_errors() -> None:

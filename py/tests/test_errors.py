@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,10 @@ ROWS = np.full((2, 3, 4), -1, F32)
         ({"log_probs": np.full((2, 3, 8), -1, F32)[:, :, ::2]}, "'log_probs'.*stride", Status.STRIDE),
         ({"log_probs": np.full((2, 3, 4), -1, F32)[::-1]}, "'log_probs'.*stride", Status.STRIDE),
         ({"log_probs": np.broadcast_to(np.full((1, 3, 4), -1, F32), (2, 3, 4))}, "'log_probs'.*stride", Status.STRIDE),
+        ({"log_probs": np.ma.masked_array(np.full((2, 3, 4), -1, F32))}, "MaskedArray", Status.INVALID_ARGUMENT),
+        ({"log_probs": np.broadcast_to(F32(0), (1, 1, 2**32 + 2))}, r"'log_probs'.*2\^31", Status.LIMIT),
+        ({"context": "cpu"}, "'context'.*Context or None, got str", Status.INVALID_ARGUMENT),
+        ({"context": 0}, "'context'.*got int", Status.INVALID_ARGUMENT),
         ({"token_ids": np.zeros((2, 3, 4), np.int64)}, "'token_ids'.*int32.*int64", Status.INVALID_ARGUMENT),
         ({"token_ids": np.zeros((2, 3, 5), I32)}, r"'token_ids'.*\[2, 3, 4\].*\[2, 3, 5\]", Status.SHAPE),
         ({"root_tokens": vector(1)}, r"'root_tokens'.*\[2\].*\[1\]", Status.SHAPE),
@@ -133,7 +138,7 @@ def test_an_input_may_not_be_the_output() -> None:
         ({"parents": np.zeros((1, 3), I32)}, "'parents'", Status.SHAPE),
         ({"tokens": np.zeros((1, 4), np.int16)}, "'tokens'.*int16", Status.INVALID_ARGUMENT),
         ({"node_counts": [1, 1]}, "'node_counts'", Status.SHAPE),
-        ({"prefix_lens": 3}, "'prefix_lens'.*got int", Status.INVALID_ARGUMENT),
+        ({"prefix_lens": 3}, "'prefix_lens'.*list of ints, got int", Status.INVALID_ARGUMENT),
     ],
 )
 def test_tree_from_parents(changes: dict[str, Any], names: str, status: Status) -> None:
@@ -210,6 +215,13 @@ CACHE = np.zeros((3, 2, 8, 4), F32)  # as a paged cache: 3 layers, 2 pages of 8 
         ({"accepted": kdt.Accepted.empty(1, 4, 1026)}, "'accepted.num_slots'", Status.LIMIT),
         ({"out": np.zeros((2, 8, 4), F32)[:, :7]}, "'out'", Status.SHAPE),
         ({"out": CACHE[0]}, "overlaps", Status.OVERLAP),
+        ({"out": np.zeros((2, 8, 4), I32)}, "'out'.*dtype of 'cache'.*float32.*int32", Status.SHAPE),
+        ({"cache": np.broadcast_to(F32(0), (2**31, 8, 4)), "out": CACHE[0]}, r"'cache'.*2\^31", Status.LIMIT),
+        (
+            {"cache": np.lib.stride_tricks.as_strided(np.zeros(99, F32), (3, 2, 8, 4), (16, 128, 16, 4))},
+            "'cache.layer_stride'|'cache.row_stride'|'cache.page_stride'",
+            Status.STRIDE,
+        ),
         ({"prefix_lens": [1, 2]}, "'prefix_lens'", Status.SHAPE),
     ],
 )
@@ -235,9 +247,19 @@ def test_contexts() -> None:
         ({"device": -1}, "'device'"),
         ({"num_threads": -1}, "'num_threads'"),
         ({"num_threads": 1025}, "'num_threads'"),
+        ({"num_threads": "4"}, "'num_threads'"),
+        ({"num_threads": 2.5}, "'num_threads'"),
+        ({"num_threads": 2**32 + 1}, "'num_threads'"),
+        ({"device": 2**32}, "'device'"),
     ):
         with pytest.raises(kdt.KdtValueError, match=names):
             kdt.Context(**arguments)  # type: ignore[arg-type]
+    for sizes in ((2**32, 3, 2, 4), (1, 2**32 + 3, 2, 4), (1, 3, 2, 2**32), (1.0, 3, 2, 4)):
+        with pytest.raises(kdt.KdtValueError, match="expected"):
+            kdt.tree_build_workspace_size(*sizes)  # type: ignore[arg-type]
+    context = pickle.loads(pickle.dumps(kdt.Context(num_threads=2)))
+    assert context.num_threads == 2
+    assert kdt.Tree.empty(1, 2) != kdt.Tree.empty(1, 2)  # compared by identity, like arrays must be
     if not kdt.backends()["cuda"]["available"]:
         with pytest.raises(kdt.NoDeviceError) as caught:
             kdt.Context(backend="cuda")

@@ -307,6 +307,15 @@ def test_strided_inputs_and_given_outputs() -> None:
     assert (big.visibility[:, 71:] == 77).all()
 
 
+def test_rows_may_lie_in_any_order() -> None:
+    """[D, B, K], seen as [B, D, K]."""
+    rng = np.random.default_rng(7)
+    log_probs, ids = random_rows(rng, 3, 4, 6, "ties")
+    expected = kdt.tree_build(log_probs, ids, [1, 2, 3], [4, 5, 6], 20)
+    turned = [np.ascontiguousarray(array.transpose(1, 0, 2)).transpose(1, 0, 2) for array in (log_probs, ids)]
+    assert_same_tree(kdt.tree_build(*turned, [1, 2, 3], [4, 5, 6], 20), expected)
+
+
 def test_threads_change_nothing() -> None:
     rng = np.random.default_rng(6)
     log_probs, ids = random_rows(rng, 300, 15, 16, "ties")

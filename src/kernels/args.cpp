@@ -62,6 +62,44 @@ int32_t settle_stride(const char* function, const char* name, int64_t* stride, i
               name, minimum, *stride);
 }
 
+int32_t settle_nested_strides(const char* function, const char* row_name, int64_t* row_stride, int64_t width,
+                              const char* outer_name, int64_t* outer_stride, int64_t rows) {
+  KDT_TRY(settle_stride(function, row_name, row_stride, width));
+  int64_t minimum;
+  if (__builtin_mul_overflow(rows, *row_stride, &minimum)) {
+    return fail(KDT_ERR_STRIDE, function, "argument '%s': the rows do not fit in the address space", row_name);
+  }
+  return settle_stride(function, outer_name, outer_stride, minimum);
+}
+
+int32_t settle_free_strides(const char* function, const char* head_name, int64_t* head_stride, int64_t width,
+                            const char* row_name, int64_t* row_stride, int64_t heads, const char* outer_name,
+                            int64_t* outer_stride, int64_t rows) {
+  const auto settle = [&](const char* name, int64_t* stride, int64_t count, int64_t unit) -> int32_t {
+    if (*stride == 0 && __builtin_mul_overflow(count, unit, stride)) {
+      return fail(KDT_ERR_STRIDE, function, "argument '%s': the packed array does not fit in the address space",
+                  name);
+    }
+    return settle_stride(function, name, stride, width);
+  };
+  KDT_TRY(settle(head_name, head_stride, 1, width));
+  KDT_TRY(settle(row_name, row_stride, heads, *head_stride));
+  return outer_name == nullptr ? KDT_OK : settle(outer_name, outer_stride, rows, *row_stride);
+}
+
+int32_t nested_extent(const char* function, const char* name, int64_t rows, int64_t row_stride, int64_t heads,
+                      int64_t head_stride, int64_t width, int64_t* extent) {
+  int64_t head_span;
+  if (rows == 0 || heads == 0 || width == 0) {
+    *extent = 0;
+  } else if (__builtin_mul_overflow(heads - 1, head_stride, &head_span) ||
+             __builtin_mul_overflow(rows - 1, row_stride, extent) ||
+             __builtin_add_overflow(*extent, head_span, extent) || __builtin_add_overflow(*extent, width, extent)) {
+    return fail(KDT_ERR_STRIDE, function, "argument '%s': it does not fit in the address space", name);
+  }
+  return KDT_OK;
+}
+
 int32_t read_tree(const char* function, const kdt_tree* given, kdt_tree* out) {
   KDT_TRY(read_struct(function, "tree", given, out));
   KDT_TRY(check_dimension(function, "tree.batch_size", out->batch_size, 0, INT32_MAX));
@@ -74,6 +112,32 @@ int32_t read_tree(const char* function, const kdt_tree* given, kdt_tree* out) {
                 out->visibility_pitch);
   }
   return settle_stride(function, "tree.visibility_stride", &out->visibility_stride, minimum);
+}
+
+int32_t check_float_dtype(const char* function, const char* name, int32_t dtype) {
+  if (dtype == KDT_F32 || dtype == KDT_F16 || dtype == KDT_BF16) return KDT_OK;
+  return fail(KDT_ERR_UNSUPPORTED, function, "argument '%s': expected KDT_F32, KDT_F16 or KDT_BF16, got %d", name,
+              dtype);
+}
+
+int32_t settle_rows_per_request(const char* function, int32_t num_rows, int32_t* rows_per_request) {
+  if (*rows_per_request == 0) *rows_per_request = 1;
+  if (*rows_per_request > 0 && num_rows % *rows_per_request == 0) return KDT_OK;
+  return fail(KDT_ERR_SHAPE, function, "argument 'rows_per_request': expected a divisor of num_rows = %d, got %d",
+              num_rows, *rows_per_request);
+}
+
+int32_t check_logits(const char* function, int32_t num_rows, int32_t vocab_size, int32_t dtype, int32_t id_offset,
+                     int64_t* stride) {
+  KDT_TRY(check_dimension(function, "num_rows", num_rows, 0, INT32_MAX));
+  KDT_TRY(check_dimension(function, "vocab_size", vocab_size, 0, INT32_MAX));
+  KDT_TRY(check_float_dtype(function, "logits_dtype", dtype));
+  // Ids are below 2^31; an empty vocabulary has none.
+  const int64_t last = (int64_t{1} << 31) - std::max(vocab_size, 1);
+  KDT_TRY(check_range(function, "id_offset", id_offset, 0, last, KDT_ERR_INVALID_ARGUMENT));
+  KDT_TRY(settle_stride(function, "logits_stride", stride, vocab_size));
+  if (vocab_size == 0) *stride = 0;  // nothing there to step over
+  return KDT_OK;
 }
 
 bool span_bytes(int64_t count, int64_t stride, int64_t extent, int64_t element_size, int64_t* bytes) {

@@ -49,8 +49,32 @@ enum class Arrays { kIgnore, kCheck };
 // Settles one stride: 0 becomes `minimum`, less is refused.
 int32_t settle_stride(const char* function, const char* name, int64_t* stride, int64_t minimum);
 
+// [outer, rows, width]: a row stride >= width and an outer stride >= rows * row stride.
+int32_t settle_nested_strides(const char* function, const char* row_name, int64_t* row_stride, int64_t width,
+                              const char* outer_name, int64_t* outer_stride, int64_t rows);
+
+// [outer, rows, heads, width] whose dimensions may lie in any order: packed by default, each stride >= width.
+int32_t settle_free_strides(const char* function, const char* head_name, int64_t* head_stride, int64_t width,
+                            const char* row_name, int64_t* row_stride, int64_t heads,
+                            const char* outer_name = nullptr, int64_t* outer_stride = nullptr, int64_t rows = 0);
+
+// Elements that [rows, heads, width] spans.
+int32_t nested_extent(const char* function, const char* name, int64_t rows, int64_t row_stride, int64_t heads,
+                      int64_t head_stride, int64_t width, int64_t* extent);
+
 // Reads the batch's tree struct and settles its strides. No array is looked at.
 int32_t read_tree(const char* function, const kdt_tree* given, kdt_tree* out);
+
+// Logits, queries, caches: KDT_F32, KDT_F16 or KDT_BF16.
+int32_t check_float_dtype(const char* function, const char* name, int32_t dtype);
+inline int64_t float_dtype_size(int32_t dtype) { return dtype == KDT_F32 ? 4 : 2; }
+
+// Settles rows_per_request: 0 becomes 1; it must divide the number of rows.
+int32_t settle_rows_per_request(const char* function, int32_t num_rows, int32_t* rows_per_request);
+
+// The scalars of an operation on rows of logits.
+int32_t check_logits(const char* function, int32_t num_rows, int32_t vocab_size, int32_t dtype, int32_t id_offset,
+                     int64_t* stride);
 
 // Checks the arrays of one call: not NULL, aligned, inside the address space, and (check_overlaps, called by
 // check_call) no output over another array.

@@ -1,95 +1,10 @@
 // Entry of kv_compact: argument checks and the choice of backend.
-#include <cinttypes>
-
 #include "args.hpp"
+#include "cache_args.hpp"
 #include "cpu/ops.hpp"
 
 namespace kdt {
 namespace {
-
-constexpr int32_t kMaxElementSize = 64;
-
-struct CacheNames {
-  const char *self, *data, *layer_data, *num_layers, *num_pages, *page_size, *row_width, *element_size, *max_pages,
-      *layer_stride, *page_stride, *row_stride, *block_table, *block_table_stride;
-};
-#define KDT_CACHE_NAMES(x) \
-  {x,                      \
-   x ".data",              \
-   x ".layer_data",        \
-   x ".num_layers",        \
-   x ".num_pages",         \
-   x ".page_size",         \
-   x ".row_width",         \
-   x ".element_size",      \
-   x ".max_pages",         \
-   x ".layer_stride",      \
-   x ".page_stride",       \
-   x ".row_stride",        \
-   x ".block_table",       \
-   x ".block_table_stride"}
-constexpr CacheNames kCacheNames = KDT_CACHE_NAMES("cache");
-constexpr CacheNames kDestinationNames = KDT_CACHE_NAMES("destination");
-
-// Reads one cache struct and settles its strides. *layer_extent is the span of one layer in elements.
-int32_t read_cache(const char* fn, const CacheNames& names, const kdt_kv_cache* given, int32_t batch_size,
-                   kdt_kv_cache* c, int64_t* layer_extent) {
-  KDT_TRY(read_struct(fn, names.self, given, c));
-  const bool paged = c->block_table != nullptr;
-  KDT_TRY(check_dimension(fn, names.num_layers, c->num_layers, 1, INT32_MAX));
-  KDT_TRY(check_dimension(fn, names.num_pages, c->num_pages, paged ? 0 : batch_size, INT32_MAX));
-  KDT_TRY(check_dimension(fn, names.page_size, c->page_size, paged ? 1 : 0, INT32_MAX));
-  KDT_TRY(check_dimension(fn, names.row_width, c->row_width, 1, INT32_MAX));
-  KDT_TRY(check_range(fn, names.element_size, c->element_size, 1, kMaxElementSize, KDT_ERR_INVALID_ARGUMENT));
-  KDT_TRY(check_dimension(fn, names.max_pages, c->max_pages, 0, INT32_MAX));
-  KDT_TRY(settle_stride(fn, names.block_table_stride, &c->block_table_stride, c->max_pages));
-  // Layers, pages and rows may be interleaved in any order, so a stride is only held to the width of a row.
-  const auto settle = [&](const char* name, int64_t* stride, int64_t count, int64_t unit) -> int32_t {
-    if (*stride == 0 && __builtin_mul_overflow(count, unit, stride)) {
-      return fail(KDT_ERR_STRIDE, fn, "argument '%s': the packed cache does not fit in the address space", name);
-    }
-    if (count == 0) *stride = std::max<int64_t>(*stride, c->row_width);
-    return settle_stride(fn, name, stride, c->row_width);
-  };
-  KDT_TRY(settle(names.row_stride, &c->row_stride, 1, c->row_width));
-  KDT_TRY(settle(names.page_stride, &c->page_stride, c->page_size, c->row_stride));
-  KDT_TRY(settle(names.layer_stride, &c->layer_stride, c->num_pages, c->page_stride));
-
-  int64_t rows;
-  if (c->num_pages == 0 || c->page_size == 0) {
-    *layer_extent = 0;
-  } else if (__builtin_mul_overflow(c->page_size - int64_t{1}, c->row_stride, &rows) ||
-             __builtin_mul_overflow(c->num_pages - int64_t{1}, c->page_stride, layer_extent) ||
-             __builtin_add_overflow(*layer_extent, rows, layer_extent) ||
-             __builtin_add_overflow(*layer_extent, c->row_width, layer_extent)) {
-    return fail(KDT_ERR_STRIDE, fn, "argument '%s': a layer does not fit in the address space", names.self);
-  }
-  return KDT_OK;
-}
-
-int32_t add_cache(const char* fn, const CacheNames& names, const kdt_context& context, const kdt_kv_cache& c,
-                  int64_t layer_extent, int32_t batch_size, ArrayChecker::Use use, ArrayChecker* checker) {
-  using Use = ArrayChecker::Use;
-  if (batch_size > 0 && (c.data != nullptr) == (c.layer_data != nullptr)) {
-    return fail(c.data == nullptr ? KDT_ERR_NULL_POINTER : KDT_ERR_INVALID_ARGUMENT, fn,
-                "argument '%s': expected either data or layer_data, got %s", names.self,
-                c.data == nullptr ? "neither" : "both");
-  }
-  if (c.layer_data == nullptr) {
-    KDT_TRY(checker->add_bytes(names.data, c.data, use, batch_size == 0 ? 0 : c.num_layers, c.layer_stride,
-                               layer_extent, c.element_size, 1));
-  } else {
-    KDT_TRY(checker->add(names.layer_data, c.layer_data, Use::kIn, c.num_layers));
-    if (context.backend == KDT_BACKEND_CPU) {  // elsewhere the pointers are in device memory
-      for (int32_t layer = 0; layer < c.num_layers; ++layer) {
-        KDT_TRY(
-            checker->add_bytes(names.layer_data, c.layer_data[layer], use, 1, 1, layer_extent, c.element_size, 1));
-      }
-    }
-  }
-  return checker->add(names.block_table, c.block_table, Use::kOptionalIn, batch_size, c.block_table_stride,
-                      c.max_pages);
-}
 
 // Copies and checks the parameters; *p then points to *cache and (unless in place) *destination.
 int32_t resolve(const char* fn, const kdt_context* context, const kdt_kv_compact_params* given, Arrays arrays,
@@ -144,7 +59,8 @@ int32_t kdt_kv_compact_workspace_size(const kdt_context* context, const kdt_kv_c
     kdt_kv_cache cache, destination;
     KDT_TRY(kdt::resolve(fn, context, params, kdt::Arrays::kIgnore, &p, &cache, &destination, nullptr));
     if (context->backend != KDT_BACKEND_CPU) return kdt::no_cuda_kernel(fn);
-    return KDT_OK;  // the CPU needs none
+    *size = kdt::cpu::kv_compact_workspace_size(*context, p);
+    return KDT_OK;
   });
 }
 
@@ -157,8 +73,9 @@ int32_t kdt_kv_compact(const kdt_context* context, const kdt_kv_compact_params* 
     kdt::ArrayChecker checker(fn);
     KDT_TRY(kdt::resolve(fn, context, params, kdt::Arrays::kCheck, &p, &cache, &destination, &checker));
     if (context->backend != KDT_BACKEND_CPU) return kdt::no_cuda_kernel(fn);
-    KDT_TRY(kdt::check_call(fn, *context, stream, workspace, workspace_size, 0, &checker));
-    kdt::cpu::kv_compact(*context, p);
+    const size_t needed = kdt::cpu::kv_compact_workspace_size(*context, p);
+    KDT_TRY(kdt::check_call(fn, *context, stream, workspace, workspace_size, needed, &checker));
+    kdt::cpu::kv_compact(*context, p, workspace);
     return KDT_OK;
   });
 }

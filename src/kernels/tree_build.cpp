@@ -24,25 +24,23 @@ int32_t resolve(const char* fn, const kdt_context* context, const kdt_tree_build
                 tree->num_slots);
   }
   const int64_t rows = p->depth, k = p->num_candidates;
-  const auto settle = [&](const char* row_name, const char* name, int64_t* row_stride, int64_t* stride) -> int32_t {
-    KDT_TRY(settle_stride(fn, row_name, row_stride, k));
-    int64_t minimum;
-    if (__builtin_mul_overflow(rows, *row_stride, &minimum)) {
-      return fail(KDT_ERR_STRIDE, fn, "argument '%s': the rows do not fit in the address space", row_name);
-    }
-    return settle_stride(fn, name, stride, minimum);
-  };
-  KDT_TRY(settle("log_probs_row_stride", "log_probs_stride", &p->log_probs_row_stride, &p->log_probs_stride));
-  KDT_TRY(settle("token_ids_row_stride", "token_ids_stride", &p->token_ids_row_stride, &p->token_ids_stride));
+  const bool empty = rows == 0 || k == 0;
+  KDT_TRY(settle_free_strides(fn, "log_probs_row_stride", &p->log_probs_row_stride, empty ? 0 : k,
+                              "log_probs_stride", &p->log_probs_stride, rows));
+  KDT_TRY(settle_free_strides(fn, "token_ids_row_stride", &p->token_ids_row_stride, empty ? 0 : k,
+                              "token_ids_stride", &p->token_ids_stride, rows));
+  if (empty) p->log_probs_stride = p->token_ids_stride = 0;  // nothing there to step over
   if (arrays == Arrays::kIgnore) return KDT_OK;
 
   using Use = ArrayChecker::Use;
   const int64_t b = tree->batch_size;
-  const auto extent = [&](int64_t row_stride) { return rows == 0 || k == 0 ? 0 : (rows - 1) * row_stride + k; };
+  int64_t log_probs_extent, token_ids_extent;
   KDT_TRY(
-      checker->add("log_probs", p->log_probs, Use::kIn, b, p->log_probs_stride, extent(p->log_probs_row_stride)));
+      nested_extent(fn, "log_probs", b, p->log_probs_stride, rows, p->log_probs_row_stride, k, &log_probs_extent));
   KDT_TRY(
-      checker->add("token_ids", p->token_ids, Use::kIn, b, p->token_ids_stride, extent(p->token_ids_row_stride)));
+      nested_extent(fn, "token_ids", b, p->token_ids_stride, rows, p->token_ids_row_stride, k, &token_ids_extent));
+  KDT_TRY(checker->add("log_probs", p->log_probs, Use::kIn, 1, 1, log_probs_extent));
+  KDT_TRY(checker->add("token_ids", p->token_ids, Use::kIn, 1, 1, token_ids_extent));
   KDT_TRY(checker->add("root_tokens", p->root_tokens, Use::kIn, b));
   KDT_TRY(checker->add("prefix_lens", p->prefix_lens, Use::kIn, b));
   KDT_TRY(checker->add("budgets", p->budgets, Use::kOptionalIn, b));

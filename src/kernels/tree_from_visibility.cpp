@@ -12,12 +12,7 @@ int32_t resolve(const char* fn, const kdt_context* context, const kdt_tree_from_
   KDT_TRY(read_tree(fn, p->tree, tree));
   p->tree = tree;
   const int64_t b = tree->batch_size, n = tree->num_slots;
-  KDT_TRY(settle_stride(fn, "mask_row_stride", &p->mask_row_stride, n));
-  int64_t minimum;
-  if (__builtin_mul_overflow(n, p->mask_row_stride, &minimum)) {
-    return fail(KDT_ERR_STRIDE, fn, "argument 'mask_row_stride': the rows do not fit in the address space");
-  }
-  KDT_TRY(settle_stride(fn, "mask_stride", &p->mask_stride, minimum));
+  KDT_TRY(settle_nested_strides(fn, "mask_row_stride", &p->mask_row_stride, n, "mask_stride", &p->mask_stride, n));
   KDT_TRY(settle_stride(fn, "tokens_stride", &p->tokens_stride, n));
   if (arrays == Arrays::kIgnore) return KDT_OK;
 

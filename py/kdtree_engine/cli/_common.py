@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,16 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
+def printable(text: str) -> str:
+    """Text from a file, safe to show: control characters are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def progress(length: int, label: str) -> Any:
+    """A progress bar on stderr; nothing when stderr is closed."""
+    return click.progressbar(length=length, label=label, file=sys.stderr or io.StringIO())
+
+
 def bundled(name: str) -> Path:
     """A KDTR file that ships with the package, by its name without suffix."""
     return Path(__file__).resolve().parents[1] / "data" / f"{name}.kdtr"
@@ -37,17 +49,18 @@ def bundled(name: str) -> Path:
 
 def resolve_fixture(name: str) -> Path:
     """A path as given, or the name of a bundled file. Raises KdtrError (exit 4) when it is neither."""
-    path = Path(name)
-    if path.exists():
-        return path
-    if bundled(name).is_file():
+    if os.path.exists(name):  # not Path.exists: that raises where we may not look
+        return Path(name)
+    if os.path.exists(bundled(name)):
         return bundled(name)
     known = ", ".join(sorted(p.stem for p in bundled("x").parent.glob("*.kdtr")))
-    raise KdtrError(f"{name}: no such file, and no bundled fixture of that name (bundled: {known})", Status.KDTR_IO)
+    raise KdtrError(f"{name!r}: no such file, and no bundled fixture of that name (bundled: {known})", Status.KDTR_IO)
 
 
 def require_writable(option: str, path: Path) -> None:
     """Fails before the work, not after it, when `path` cannot be written."""
-    parent = path.resolve().parent
-    if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+    target = os.path.realpath(path)
+    parent = os.path.dirname(target)
+    exists = os.path.exists(target)
+    if os.path.isdir(target) or not os.path.isdir(parent) or not os.access(target if exists else parent, os.W_OK):
         raise click.BadParameter(f"{path} cannot be written", param_hint=option)

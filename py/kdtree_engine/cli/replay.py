@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ import numpy as np
 from .. import kdtr, reference
 from .._context import Context
 from .._errors import KdtrError, MissingExtraError, Status
-from ..ops import MAX_BUDGET, prepare_tree_accept, prepare_tree_build
+from ..ops import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, prepare_tree_accept, prepare_tree_build
 from ..types import Accepted, Tree
-from ._common import bundled, json_option, print_json, print_table, require_writable, resolve_fixture
+from ._common import bundled, json_option, print_json, print_table, progress, require_writable, resolve_fixture
 
 DEFAULT_BUDGETS = "1,4,8,15,16,32,64,128,256"
 
@@ -71,7 +70,12 @@ def load_trace(path: Path) -> Trace:
             raise KdtrError(
                 f"{path}: no trace, tensor '{name}' has shape {list(got)} after flattening, expected {list(shape)}", 520
             )
-    if steps == 0 or depth == 0 or trace.log_probs.shape[2] == 0:
+    candidates = trace.log_probs.shape[2]
+    if depth > MAX_DEPTH or candidates > MAX_CANDIDATES:
+        raise KdtrError(f"{path}: D={depth}, K={candidates} are beyond D={MAX_DEPTH}, K={MAX_CANDIDATES}", 520)
+    if (trace.continuation < 0).any():
+        raise KdtrError(f"{path}: no trace, tensor 'continuation' has tokens < 0", Status.KDTR_VALUE)
+    if steps == 0 or depth == 0 or candidates == 0:
         raise KdtrError(f"{path}: an empty trace ({steps} steps of shape {list(trace.log_probs.shape[1:])})", 520)
     return trace
 
@@ -113,9 +117,7 @@ class Stepper:
         start = time.perf_counter()
         self.build()
         built = time.perf_counter()
-        # On the path that agrees, the target's token after a node of depth d is continuation[d]. After the last
-        # recorded token it is unknown; such a node has no children, so any token serves.
-        self.target_tokens[0] = np.append(trace.continuation[step], 0)[self.tree.depths[0]]
+        self.target_tokens[:] = targets_of(trace, [step], self.tree.depths)
         accept_start = time.perf_counter()
         self.accept()
         return built - start, time.perf_counter() - accept_start
@@ -129,31 +131,51 @@ def tree_digest(digest: Any, tree: Tree) -> None:
         digest.update(getattr(tree, field)[0, 1:count].astype(dtype).tobytes())
 
 
+def targets_of(trace: Trace, steps: Any, depths: Any) -> Any:
+    """The target's token after nodes of these depths [S, N], on the path that agrees with the target.
+
+    After the last recorded token it is unknown; such a node has no children, so any token serves.
+    """
+    continued = np.pad(trace.continuation[steps], ((0, 0), (0, 1)))
+    return np.take_along_axis(continued, depths, axis=1)
+
+
 def chain_accept_len_mean(trace: Trace) -> float:
-    """Mean of 1 + the leading drafts that agree when only the best candidate of each row is drafted."""
-    agrees = trace.token_ids[:, :, 0] == trace.continuation
-    return float(1 + np.minimum.accumulate(agrees, axis=1).sum(axis=1).mean())
+    """Mean accepted length when only the best candidate of each row is drafted: the trees of one candidate a row."""
+    steps, depth, _ = trace.log_probs.shape
+    first = (np.ascontiguousarray(trace.log_probs[:, :, :1]), np.ascontiguousarray(trace.token_ids[:, :, :1]))
+    tree = reference.tree_build(*first, trace.root_tokens, np.zeros(steps, np.int32), depth)
+    return float(reference.tree_accept(tree, targets_of(trace, slice(None), tree.depths)).accept_len.mean())
 
 
 def parse_budgets(_context: Any, _parameter: Any, text: str) -> list[int]:
-    try:
-        budgets = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"expected integers separated by commas, got {text!r}") from None
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise click.BadParameter(f"expected integers >= 0 separated by commas, got {text!r}")
+    budgets = [int(part) for part in parts]
     for budget in budgets:
         if not 0 <= budget <= MAX_BUDGET:
             raise click.BadParameter(f"expected budgets of 0..{MAX_BUDGET}, got {budget}")
     return budgets
 
 
-def plot_rows(rows: list[dict[str, Any]], chain: float, path: Path) -> None:
+def figure_for(path: Path) -> Any:
+    """An empty figure that can be saved at `path`: what can fail fails before the work."""
+    require_writable("--plot", path)
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtraError("--plot needs matplotlib: pip install 'kdtree-engine[plots]'") from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in formats:
+        raise click.BadParameter(f"{path}: expected a suffix of {', '.join(sorted(formats))}", param_hint="--plot")
+    return figure
+
+
+def plot_rows(figure: Any, rows: list[dict[str, Any]], chain: float) -> None:
     axes = figure.add_subplot()
-    rows = sorted(rows, key=lambda row: row["budget"])
+    rows = sorted(rows, key=lambda row: int(row["budget"]))
     axes.plot([r["budget"] for r in rows], [r["accept_len_mean"] for r in rows], marker="o", label="tree")
     axes.axhline(chain, linestyle="--", color="gray", label=f"chain ({chain:.2f})")
     axes.set_xscale("symlog", base=2)
@@ -161,21 +183,17 @@ def plot_rows(rows: list[dict[str, Any]], chain: float, path: Path) -> None:
     axes.set_ylabel("mean accepted length (tokens per step)")
     axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # an unwritable file, an unknown suffix
-        raise click.BadParameter(str(error), param_hint="--plot") from None
 
 
 @click.command()
-@click.argument("trace", default="trace_code")
+@click.argument("trace", required=False)
 @click.option(
     "--budgets", default=DEFAULT_BUDGETS, show_default=True, callback=parse_budgets, help="Tree sizes to try."
 )
 @click.option("--backend", type=click.Choice(["cpu", "cuda", "reference"]), default="cpu", show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw the curve (extra: plots).")
 @json_option
-def replay(trace: str, budgets: list[int], backend: str, plot: Path | None, as_json: bool) -> None:
+def replay(trace: str | None, budgets: list[int], backend: str, plot: Path | None, as_json: bool) -> None:
     """Replay a recorded drafter trace: budget -> mean accepted length, against the chain.
 
     TRACE is a KDTR file with log_probs [.., D, K] f32, token_ids [.., D, K] i32, root_tokens [..] i32 and
@@ -183,15 +201,14 @@ def replay(trace: str, budgets: list[int], backend: str, plot: Path | None, as_j
     For each step the tree of the drafter's rows is built and followed along the continuation. The accepted
     length is 1 + the draft tokens accepted. Times are medians a step of one call with one request.
     """
-    if plot is not None:
-        require_writable("--plot", plot)
-    path = resolve_fixture(trace)
+    figure = None if plot is None else figure_for(plot)
+    path = bundled("trace_code") if trace is None else resolve_fixture(trace)
     recorded = load_trace(path)
     context = None if backend == "reference" else Context(backend=backend)
     steps, depth, candidates = recorded.log_probs.shape
     chain = chain_accept_len_mean(recorded)
     rows: list[dict[str, Any]] = []
-    with click.progressbar(length=len(budgets) * steps, label="replaying", file=sys.stderr) as bar:
+    with progress(len(budgets) * steps, "replaying") as bar:
         for budget in budgets:
             stepper = Stepper(recorded, budget, context)
             digest = hashlib.sha256()
@@ -215,8 +232,9 @@ def replay(trace: str, budgets: list[int], backend: str, plot: Path | None, as_j
                     "trees_sha256": digest.hexdigest(),
                 }
             )
-    if plot is not None:
-        plot_rows(rows, chain, plot)
+    if figure is not None:
+        plot_rows(figure, rows, chain)
+        figure.savefig(plot)
     if as_json:
         print_json(
             {

@@ -122,9 +122,8 @@ def test(pattern: str | None, cpp: bool, python: bool, preset: str, backend: str
     library = build / "libkdtree_kernels.so"
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kdtree-test-") as folder:
-        programs = test_programs(build)
         if cpp:
-            results["cpp"] = run_cpp(programs, pattern, Path(folder) / "cpp.json")
+            results["cpp"] = run_cpp(test_programs(build), pattern, Path(folder) / "cpp.json")
         if python:
             if not library.is_file():
                 raise LibraryNotFoundError(f"{library} is missing: run tools/dev-setup first")

@@ -6,13 +6,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 namespace kdt::cpu {
 
-// body(begin, end, worker) must not throw; worker is 0..threads-1, one chunk each.
+// body(begin, end, worker) must not throw; worker is 0..threads-1, one chunk each. Never throws itself: threads
+// that cannot be had (no memory, a limit of the system) leave their work to the caller's.
 template <class Body>
 void parallel_for(int32_t threads, int64_t items, int64_t min_items, Body&& body) {
   const int64_t workers = std::min<int64_t>(threads, items / std::max<int64_t>(min_items, 1));
@@ -24,16 +26,16 @@ void parallel_for(int32_t threads, int64_t items, int64_t min_items, Body&& body
     return items / workers * worker + std::min(worker, items % workers);
   };
   std::vector<std::jthread> pool;  // joins when it goes out of scope
-  pool.reserve(static_cast<size_t>(workers - 1));
   int64_t started = 0;
   try {
+    pool.reserve(static_cast<size_t>(workers - 1));
     for (; started < workers - 1; ++started) {
       pool.emplace_back([&body, begin = chunk_begin(started), end = chunk_begin(started + 1), worker = started] {
         body(begin, end, worker);
       });
     }
   } catch (const std::system_error&) {
-    // No more threads to be had: this one does the rest.
+  } catch (const std::bad_alloc&) {
   }
   body(chunk_begin(started), items, started);
 }

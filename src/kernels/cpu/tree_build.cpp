@@ -81,7 +81,7 @@ bool tuple_after(const Candidate& a, const Candidate& b, const TreeSlots& t, con
     up(parent_a, rank_a);
     up(parent_b, rank_b);
   }
-  return rank_a != rank_b ? rank_a > rank_b : depth_a > depth_b;  // equal so far: a proper prefix comes first
+  return rank_a > rank_b;  // never equal: no candidate is another's ancestor, for it is not in the tree yet
 }
 
 void build_one(const kdt_tree_build_params& p, int64_t b, const Scratch& s) {

@@ -1,19 +1,4 @@
-"""The operations on a caller's arrays, through the C ABI.
-
-Shapes: B requests, D draft depth, K candidates a row, N = budget + 1 node slots (slot 0 is the root), M tokens
-an accepted path may hold. Types are exact: an array of another dtype is an error, not a copy; vectors of
-per-request integers may also be lists of ints. Arrays may be strided in all but the last dimension.
-
-Errors are `KdtError`s that name the argument (`KdtValueError`, a ValueError, where the caller was wrong). Bad
-numbers inside arrays are no error: they set `StatusFlag`s in the result's `status`, for that request alone.
-
-Common arguments:
-
-num_live    optional int, or i32 array [1] read at each launch: requests >= num_live are dead and get padding.
-out         optional result to write into instead of a new one, all arrays preallocated.
-workspace   optional u8 array of at least `workspace_size(...)` bytes, to be used instead of a new one.
-context     optional `Context`; the default is the CPU with all threads.
-"""
+"""Operations on trees."""
 
 from __future__ import annotations
 
@@ -23,52 +8,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from . import _abi
-from ._arrays import View, host_int, int_vector, optional_int_vector, optional_scalar, pointer, view
-from ._context import Context, check, default_context
-from ._errors import KdtValueError, Status
-from ._library import load
-from .types import Accepted, Tree
-
-MAX_BUDGET = 1024
-MAX_DEPTH = 64
-MAX_CANDIDATES = 1024
-
-
-class Call:
-    """One operation with all its arguments settled: `launch()` is a single call of the C ABI.
-
-    The arrays' contents may change between launches; the arrays themselves may not.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        params: ctypes.Structure,
-        result: Any,
-        keep: Sequence[Any],
-        context: Context | None,
-        workspace: Any,
-    ) -> None:
-        library = load()
-        self.result = result
-        self._context = context or default_context()
-        self._function = getattr(library, f"kdt_{name}")
-        self._params = params
-        size = ctypes.c_size_t()
-        check(getattr(library, f"kdt_{name}_workspace_size")(self._context.handle, params, size))
-        self.workspace_size = size.value
-        if workspace is None:
-            workspace = np.empty(size.value, np.uint8)
-        scratch = view("workspace", workspace, np.uint8, (None,), writable=True)
-        self._arguments = (self._context.handle, params, scratch.pointer, scratch.shape[0], None)
-        self._keep = (*keep, scratch)
-
-    def launch(self) -> None:
-        status = self._function(*self._arguments)
-        if status != 0:
-            check(status)
-
+from .. import _abi
+from .._arrays import (
+    View,
+    host_int,
+    int_vector,
+    optional_int_vector,
+    optional_scalar,
+    pointer,
+    view,
+)
+from .._context import Context, check, context_or_default
+from .._errors import KdtValueError, Status
+from .._library import load
+from ..types import Accepted, Tree
+from ._call import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, Call
 
 _TREE_FIELDS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
@@ -84,7 +38,7 @@ _TREE_FIELDS: dict[str, type[np.generic]] = {
 }
 
 
-def _tree_struct(
+def tree_struct(
     name: str, tree: Any, batch_size: int | None, num_slots: int | None, fields: Sequence[str], *, writable: bool
 ) -> tuple[_abi.TreeStruct, list[View]]:
     """The C struct of the named fields of a tree, and the views that keep them alive."""
@@ -116,9 +70,9 @@ def _tree_struct(
     return struct, views
 
 
-def _output_tree(out: Tree | None, batch_size: int, num_slots: int) -> tuple[Tree, _abi.TreeStruct, list[View]]:
+def output_tree(out: Tree | None, batch_size: int, num_slots: int) -> tuple[Tree, _abi.TreeStruct, list[View]]:
     tree = Tree.empty(batch_size, num_slots) if out is None else out
-    struct, views = _tree_struct("out", tree, batch_size, num_slots, list(_TREE_FIELDS), writable=True)
+    struct, views = tree_struct("out", tree, batch_size, num_slots, list(_TREE_FIELDS), writable=True)
     return tree, struct, views
 
 
@@ -148,7 +102,7 @@ def prepare_tree_build(
     depths = optional_int_vector("max_depths", max_depths, batch_size)
     live = optional_scalar("num_live", num_live)
     vocab = 0 if vocab_size is None else host_int("vocab_size", vocab_size, 1, 2**31 - 1)
-    tree, struct, views = _output_tree(out, batch_size, budget + 1)
+    tree, struct, views = output_tree(out, batch_size, budget + 1)
     params = _abi.TreeBuildParams(
         depth=depth,
         num_candidates=candidates,
@@ -246,7 +200,7 @@ def tree_from_parents(
     counts = int_vector("node_counts", node_counts, batch_size)
     lens = int_vector("prefix_lens", prefix_lens, batch_size)
     live = optional_scalar("num_live", num_live)
-    tree, struct, views = _output_tree(out, batch_size, num_slots)
+    tree, struct, views = output_tree(out, batch_size, num_slots)
     params = _abi.TreeFromParentsParams(
         tokens=ids.pointer,
         tokens_stride=ids.strides[0],
@@ -288,7 +242,7 @@ def tree_from_visibility(
     counts = int_vector("node_counts", node_counts, batch_size)
     lens = int_vector("prefix_lens", prefix_lens, batch_size)
     live = optional_scalar("num_live", num_live)
-    tree, struct, views = _output_tree(out, batch_size, num_slots)
+    tree, struct, views = output_tree(out, batch_size, num_slots)
     params = _abi.TreeFromVisibilityParams(
         mask=mask.pointer,
         mask_stride=mask.strides[0],
@@ -321,7 +275,7 @@ def prepare_tree_accept(
 ) -> Call:
     """`tree_accept` up to its launch; the call's `result` is the accepted paths."""
     fields = ("tokens", "first_child", "next_sibling", "node_count")
-    struct, views = _tree_struct("tree", tree, None, None, fields, writable=False)
+    struct, views = tree_struct("tree", tree, None, None, fields, writable=False)
     batch_size, num_slots = struct.batch_size, struct.num_slots
     targets = view("target_tokens", target_tokens, np.int32, (batch_size, num_slots))
     limits = optional_int_vector("max_tokens", max_tokens, batch_size)
@@ -398,117 +352,6 @@ def tree_accept(
     return cast(Accepted, call.result)
 
 
-def _cache_struct(
-    name: str, cache: Any, table: View | None, *, writable: bool
-) -> tuple[_abi.KvCacheStruct, list[Any], tuple[int, ...]]:
-    """The C struct of a cache, what keeps it alive, and (layers, pages, page_size, width, element size)."""
-    layers = list(cache) if isinstance(cache, (list, tuple)) else None
-    keep: list[Any] = [table]
-    struct = _abi.KvCacheStruct()
-    if layers is None:
-        if not isinstance(cache, np.ndarray) or cache.ndim not in (3, 4):
-            got = f"{cache.ndim} dimensions" if isinstance(cache, np.ndarray) else type(cache).__name__
-            raise KdtValueError(
-                f"argument '{name}': expected an array of 3 or 4 dimensions or a list of layers, got {got}"
-            )
-        array = view(name, cache, None, (None,) * cache.ndim, writable=writable)
-        struct.num_layers = cache.shape[0] if cache.ndim == 4 else 1
-        struct.layer_stride = array.strides[0] if cache.ndim == 4 else 0
-        struct.data = array.pointer
-        element_size = cache.itemsize
-    else:
-        if not layers:
-            raise KdtValueError(f"argument '{name}': expected at least one layer, got an empty list", Status.SHAPE)
-        views = [view(f"{name}[{i}]", layer, None, (None,) * 3, writable=writable) for i, layer in enumerate(layers)]
-        array = views[0]
-        for i, (layer, other) in enumerate(zip(layers, views, strict=True)):
-            if other.shape != array.shape or other.strides != array.strides or layer.dtype != layers[0].dtype:
-                raise KdtValueError(
-                    f"argument '{name}[{i}]': expected dtype, shape and strides of '{name}[0]' "
-                    f"({layers[0].dtype}, {list(array.shape)}, {list(array.strides)}), "
-                    f"got {layer.dtype}, {list(other.shape)}, {list(other.strides)}",
-                    Status.SHAPE,
-                )
-        pointers = (ctypes.c_void_p * len(views))(*(v.pointer for v in views))
-        struct.num_layers = len(views)
-        struct.layer_data = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
-        element_size = layers[0].itemsize
-        keep += [pointers, views]
-    keep.append(array)
-    struct.num_pages, struct.page_size, struct.row_width = array.shape[-3:]
-    struct.page_stride, struct.row_stride = array.strides[-3:-1]
-    struct.element_size = element_size
-    if table is not None:
-        struct.block_table, struct.block_table_stride = table.pointer, table.strides[0]
-        struct.max_pages = table.shape[1]
-    return struct, keep, (struct.num_layers, *array.shape[-3:], element_size)
-
-
-def kv_compact(
-    cache: Any,
-    accepted: Accepted,
-    prefix_lens: Any,
-    *,
-    block_table: Any = None,
-    out: Any = None,
-    num_live: Any = None,
-    return_status: bool = False,
-    workspace: Any = None,
-    context: Context | None = None,
-) -> Any:
-    """Keeps the KV rows of the accepted path: row prefix_len + accept_index[k] goes to row prefix_len + k.
-
-    cache        [pages, page_size, w] or [L, pages, page_size, w] with a block_table, [B, S, w] or [L, B, S, w]
-                 without; or a list of L arrays of 3 dimensions. Any dtype, page size and width.
-    accepted     what `tree_accept` returned: accept_index [B, M], accept_len [B], num_slots.
-    prefix_lens  [B] i32, before this step.
-    block_table  optional [B, max_pages] i32 page ids; the pages of rows written belong to that request alone.
-    out          optional separate destination, shaped like cache, addressed by the same block_table; it gets all
-                 accepted rows. Without it the rows move in place, and nothing already in place is written.
-
-    Returns out, or cache; with return_status=True, (that, status [B] i32). A request whose path does not ascend
-    strictly within 0..N-1, or whose rows are not all in the table, is untouched: BAD_TREE.
-    """
-    if not isinstance(accepted, Accepted):
-        raise KdtValueError(f"argument 'accepted': expected an Accepted, got {type(accepted).__name__}")
-    index = view("accepted.accept_index", accepted.accept_index, np.int32, (None, None))
-    batch_size, max_len = index.shape
-    lengths = int_vector("accepted.accept_len", accepted.accept_len, batch_size)
-    lens = int_vector("prefix_lens", prefix_lens, batch_size)
-    live = optional_scalar("num_live", num_live)
-    table = None if block_table is None else view("block_table", block_table, np.int32, (batch_size, None))
-    struct, keep, shape = _cache_struct("cache", cache, table, writable=out is None)
-    if table is None and shape[1] != batch_size:
-        raise KdtValueError(f"argument 'cache': expected {batch_size} requests, got {shape[1]}", Status.SHAPE)
-    destination = None
-    if out is not None:
-        destination, keep_out, out_shape = _cache_struct("out", out, table, writable=True)
-        if out_shape != shape:
-            raise KdtValueError(
-                f"argument 'out': expected layers, pages, page size, width and element size {list(shape)}, "
-                f"got {list(out_shape)}",
-                Status.SHAPE,
-            )
-        keep += keep_out
-    status = np.zeros(batch_size, np.int32)
-    params = _abi.KvCompactParams(
-        batch_size=batch_size,
-        num_slots=host_int("accepted.num_slots", accepted.num_slots, 1, MAX_BUDGET + 1, Status.LIMIT),
-        max_len=max_len,
-        cache=ctypes.pointer(struct),
-        destination=None if destination is None else ctypes.pointer(destination),
-        accept_index=index.pointer,
-        accept_index_stride=index.strides[0],
-        accept_len=lengths.pointer,
-        prefix_lens=lens.pointer,
-        num_live=pointer(live),
-        status=status.ctypes.data,
-    )
-    result = cache if out is None else out
-    Call("kv_compact", params, result, [index, lengths, lens, live, keep, status], context, workspace).launch()
-    return (result, status) if return_status else result
-
-
 def tree_build_workspace_size(
     batch_size: int, depth: int, num_candidates: int, budget: int, *, context: Context | None = None
 ) -> int:
@@ -516,10 +359,14 @@ def tree_build_workspace_size(
 
     The other operations need none on the CPU.
     """
-    struct = _abi.TreeStruct(batch_size=batch_size, num_slots=budget + 1)
+    budget = host_int("budget", budget, 0, MAX_BUDGET, Status.LIMIT)
+    struct = _abi.TreeStruct(batch_size=host_int("batch_size", batch_size, 0, 2**31 - 1), num_slots=budget + 1)
     params = _abi.TreeBuildParams(
-        depth=depth, num_candidates=num_candidates, budget=budget, tree=ctypes.pointer(struct)
+        depth=host_int("depth", depth, 0, MAX_DEPTH, Status.LIMIT),
+        num_candidates=host_int("num_candidates", num_candidates, 0, MAX_CANDIDATES, Status.LIMIT),
+        budget=budget,
+        tree=ctypes.pointer(struct),
     )
     size = ctypes.c_size_t()
-    check(load().kdt_tree_build_workspace_size((context or default_context()).handle, params, size))
+    check(load().kdt_tree_build_workspace_size(context_or_default(context).handle, params, size))
     return size.value

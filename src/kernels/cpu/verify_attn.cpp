@@ -1,0 +1,325 @@
+// verify_attn on the CPU: blocked attention with an online softmax (FlashAttention, arXiv 2205.14135).
+//
+// Idea: the query rows (query-major, head-minor) of a request are cut into tiles of 16. A tile walks over the
+// logical cache rows it may see in blocks of 64: each block is expanded to float32 once, transposed once,
+// multiplied with the tile's queries, and its weighted values are added up. All heads of a query share one 64-bit
+// mask a block; prefix blocks have a full one. Every 16 blocks the running sums are folded into totals of their
+// own, so that float32 sums stay short (262,144 rows in one running sum would lose 1e-5).
+//
+// A masked entry has weight 0, and 0 * NaN is NaN: rows that the tile does not see are never loaded, and a block
+// that holds a NaN or infinity takes a slower path that skips masked entries.
+//
+// Limits: scratch is 0.5 MB a thread, whatever the prefix. Results do not depend on the number of threads.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "../cache.hpp"
+#include "ops.hpp"
+#include "parallel.hpp"
+#include "rows.hpp"
+#include "tree_layout.hpp"
+
+namespace kdt::cpu {
+namespace {
+
+constexpr int32_t kQkDim = 576, kVDim = 512;
+constexpr int32_t kTile = 16;                          // query rows a tile
+constexpr int32_t kBlock = 64;                         // cache rows a block: one mask word
+constexpr int32_t kBlocksPerFold = 16;                 // blocks between foldings into the totals
+constexpr int32_t kMicroRows = 4, kMicroColumns = 16;  // of the register-blocked products
+
+// The clamped numbers of one request.
+struct Request {
+  int32_t node_count, prefix_len, kv_start;
+  bool live;
+};
+
+// One thread's scratch, 64-byte aligned.
+struct Scratch {
+  alignas(64) float q[kTile][kQkDim];
+  float rows[kBlock][kQkDim];        // the block's keys; their first 512 columns are the values
+  float transposed[kQkDim][kBlock];  // the keys by column
+  float scores[kTile][kBlock];       // scores, then weights
+  float sums[kTile][kVDim];          // weighted values since the last folding
+  float totals[kTile][kVDim];
+  float max[kTile], total_max[kTile];
+  double weight[kTile], total_weight[kTile];
+  bool seen[kTile];  // the query saw a row
+};
+
+int64_t capacity_of(const kdt_kv_cache& c) {
+  return c.block_table != nullptr ? int64_t{c.max_pages} * c.page_size : c.page_size;
+}
+
+// Bits j0..j0+63 of what query i sees of the tree.
+uint64_t tree_mask(const kdt_verify_attn_params& p, int64_t b, int64_t i, int64_t j0, int32_t node_count) {
+  if (j0 >= node_count) return 0;
+  const auto below = [](int64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+  const uint64_t limit = below(node_count - j0);
+  if (p.tree == nullptr || p.tree->visibility == nullptr) return i < j0 ? 0 : limit & below(i - j0 + 1);
+  const uint64_t* row = p.tree->visibility + b * p.tree->visibility_stride + i * p.tree->visibility_pitch;
+  return limit & row[j0 / 64];
+}
+
+// Clamps the numbers of a request, and flags them and pages that are not there although a query must see them.
+Request read_request(const kdt_verify_attn_params& p, int64_t b, int32_t* status) {
+  const kdt_kv_cache& c = *p.cache;
+  const int64_t capacity = capacity_of(c);
+  Request r = {p.num_queries, 0, 0, true};
+  if (p.tree != nullptr && p.tree->node_count != nullptr) {
+    r.node_count = clamped(p.tree->node_count[b], 0, p.num_queries, status);
+  }
+  const int64_t room = std::clamp<int64_t>(capacity - r.node_count, 0, INT32_MAX);
+  r.prefix_len = clamped(p.prefix_lens[b], 0, static_cast<int32_t>(room), status);
+  if (p.kv_starts != nullptr) r.kv_start = clamped(p.kv_starts[b], 0, r.prefix_len, status);
+  if (r.node_count == 0) return r;
+
+  if (c.block_table != nullptr) {
+    for (int64_t row = r.kv_start; row < r.prefix_len; row = (row / c.page_size + 1) * c.page_size) {
+      if (row_offset(c, b, row) < 0) *status |= KDT_STATUS_CLAMPED;
+    }
+  }
+  for (int32_t j0 = 0; j0 < r.node_count; j0 += 64) {
+    uint64_t seen = 0;
+    for (int32_t i = 0; i < r.node_count; ++i) seen |= tree_mask(p, b, i, j0, r.node_count);
+    for (; seen != 0; seen &= seen - 1) {
+      if (row_offset(c, b, int64_t{r.prefix_len} + j0 + std::countr_zero(seen)) < 0) *status |= KDT_STATUS_CLAMPED;
+    }
+  }
+  return r;
+}
+
+bool all_finite(const float (&row)[kQkDim]) {
+  uint32_t found = 0;
+  for (int32_t d = 0; d < kQkDim; ++d) found |= (std::bit_cast<uint32_t>(row[d]) & 0x7fffffffu) >= 0x7f800000u;
+  return found == 0;
+}
+
+// s[r][c] = <q[r], column c of transposed>, four rows and sixteen columns at a time. Partial sums of 64 products
+// keep the rounding error small.
+void dot_products(const Scratch& s, float (*scores)[kBlock]) {
+  for (int32_t r0 = 0; r0 < kTile; r0 += kMicroRows) {
+    for (int32_t c0 = 0; c0 < kBlock; c0 += kMicroColumns) {
+      float total[kMicroRows][kMicroColumns] = {};
+      for (int32_t d0 = 0; d0 < kQkDim; d0 += 64) {
+        float part[kMicroRows][kMicroColumns] = {};
+        for (int32_t d = d0; d < d0 + 64; ++d) {
+          for (int32_t r = 0; r < kMicroRows; ++r) {
+            for (int32_t c = 0; c < kMicroColumns; ++c) part[r][c] += s.q[r0 + r][d] * s.transposed[d][c0 + c];
+          }
+        }
+        for (int32_t r = 0; r < kMicroRows; ++r) {
+          for (int32_t c = 0; c < kMicroColumns; ++c) total[r][c] += part[r][c];
+        }
+      }
+      for (int32_t r = 0; r < kMicroRows; ++r) {
+        for (int32_t c = 0; c < kMicroColumns; ++c) scores[r0 + r][c0 + c] = total[r][c];
+      }
+    }
+  }
+}
+
+// sums[r] += weights[r] * values
+void add_values(Scratch& s) {
+  for (int32_t r0 = 0; r0 < kTile; r0 += kMicroRows) {
+    for (int32_t d0 = 0; d0 < kVDim; d0 += kMicroColumns) {
+      float part[kMicroRows][kMicroColumns] = {};
+      for (int32_t c = 0; c < kBlock; ++c) {
+        for (int32_t r = 0; r < kMicroRows; ++r) {
+          for (int32_t d = 0; d < kMicroColumns; ++d) part[r][d] += s.scores[r0 + r][c] * s.rows[c][d0 + d];
+        }
+      }
+      for (int32_t r = 0; r < kMicroRows; ++r) {
+        for (int32_t d = 0; d < kMicroColumns; ++d) s.sums[r0 + r][d0 + d] += part[r][d];
+      }
+    }
+  }
+}
+
+// The same for one row, leaving out what it does not see.
+void add_seen_values(Scratch& s, int32_t r, uint64_t mask) {
+  for (; mask != 0; mask &= mask - 1) {
+    const int32_t c = std::countr_zero(mask);
+    for (int32_t d = 0; d < kVDim; ++d) s.sums[r][d] += s.scores[r][c] * s.rows[c][d];
+  }
+}
+
+// Folds the running sums into the totals and starts new ones.
+void fold(Scratch& s) {
+  for (int32_t r = 0; r < kTile; ++r) {
+    if (s.max[r] == kNegInf && s.weight[r] == 0.0) continue;  // nothing seen since the last folding
+    const float top = std::max(s.max[r], s.total_max[r]);
+    // Before anything is seen a maximum is -inf, and its factor exp(-inf - top) = 0.
+    const float old_factor = s.total_max[r] == top ? 1.0f : std::exp(s.total_max[r] - top);
+    const float new_factor = s.max[r] == top ? 1.0f : std::exp(s.max[r] - top);
+    for (int32_t d = 0; d < kVDim; ++d) {
+      s.totals[r][d] = s.totals[r][d] * old_factor + s.sums[r][d] * new_factor;
+      s.sums[r][d] = 0.0f;
+    }
+    s.total_weight[r] =
+        s.total_weight[r] * static_cast<double>(old_factor) + s.weight[r] * static_cast<double>(new_factor);
+    s.total_max[r] = top;
+    s.max[r] = kNegInf;
+    s.weight[r] = 0.0;
+  }
+}
+
+// Turns a row of scores into weights and rescales its running sum when the maximum rises.
+void soften(Scratch& s, int32_t r, uint64_t mask, float scale) {
+  float top = s.max[r];
+  bool nan = false;
+  for (int32_t c = 0; c < kBlock; ++c) {
+    if ((mask >> c & 1) == 0) continue;
+    s.scores[r][c] *= scale;
+    nan |= std::isnan(s.scores[r][c]);
+    top = std::max(top, s.scores[r][c]);
+  }
+  s.seen[r] |= mask != 0;
+  if (nan || top == kPosInf) {  // softmax has no value
+    s.weight[r] = std::numeric_limits<double>::quiet_NaN();
+    std::fill_n(s.scores[r], kBlock, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
+  if (top > s.max[r] && s.weight[r] != 0.0) {
+    const float factor = std::exp(s.max[r] - top);
+    for (int32_t d = 0; d < kVDim; ++d) s.sums[r][d] *= factor;
+    s.weight[r] *= static_cast<double>(factor);
+  }
+  s.max[r] = top;
+  double weight = 0.0;
+  for (int32_t c = 0; c < kBlock; ++c) {
+    const bool seen = (mask >> c & 1) != 0;
+    s.scores[r][c] = seen && top != kNegInf ? std::exp(s.scores[r][c] - top) : 0.0f;
+    weight += static_cast<double>(s.scores[r][c]);
+  }
+  s.weight[r] += weight;
+}
+
+// Query rows first..first+15 of a request, counted over (query, head).
+void attend(const kdt_verify_attn_params& p, int64_t b, const Request& request, int64_t first, Scratch& s) {
+  const kdt_kv_cache& cache = *p.cache;
+  const int32_t heads = p.num_heads;
+  const int64_t rows = std::min<int64_t>(kTile, int64_t{p.num_queries} * heads - first);
+  const auto query_of = [&](int64_t r) { return static_cast<int32_t>((first + r) / heads); };
+  const auto head_of = [&](int64_t r) { return static_cast<int32_t>((first + r) % heads); };
+
+  std::fill_n(&s.q[0][0], kTile * kQkDim, 0.0f);
+  std::fill_n(&s.sums[0][0], kTile * kVDim, 0.0f);
+  std::fill_n(&s.totals[0][0], kTile * kVDim, 0.0f);
+  for (int32_t r = 0; r < kTile; ++r) {
+    s.max[r] = s.total_max[r] = kNegInf;
+    s.weight[r] = s.total_weight[r] = 0.0;
+    s.seen[r] = false;
+  }
+  bool any = false;  // some query of the tile is a node
+  for (int64_t r = 0; r < rows; ++r) {
+    if (query_of(r) >= request.node_count) continue;
+    any = true;
+    const int64_t at = b * p.q_stride + query_of(r) * p.q_row_stride + head_of(r) * p.q_head_stride;
+    load_floats(element(p.q, p.q_dtype, at), p.q_dtype, kQkDim, s.q[r]);
+  }
+
+  // Prefix blocks first, then the tree's: they start anew at slot 0, so that mask words need no shift.
+  int32_t since_fold = 0;
+  const auto visit = [&](int64_t row0, int32_t count, bool tree) {
+    uint64_t masks[kTile] = {}, seen = 0, loaded = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (query_of(r) >= request.node_count) continue;
+      if (tree) {
+        masks[r] = tree_mask(p, b, query_of(r), row0 - request.prefix_len, request.node_count);
+      } else {
+        masks[r] = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+      }
+      seen |= masks[r];
+    }
+    if (seen == 0) return;
+    bool finite = true;
+    for (int32_t c = 0; c < kBlock; ++c) {
+      const int64_t offset = (seen >> c & 1) != 0 ? row_offset(cache, b, row0 + c) : -1;
+      if (offset < 0) {
+        std::fill_n(s.rows[c], kQkDim, 0.0f);
+        continue;
+      }
+      loaded |= uint64_t{1} << c;
+      load_floats(element(cache.data, p.kv_dtype, offset), p.kv_dtype, kQkDim, s.rows[c]);
+      finite &= all_finite(s.rows[c]);
+    }
+    if (loaded == 0) return;
+    for (int32_t c = 0; c < kBlock; ++c) {
+      for (int32_t d = 0; d < kQkDim; ++d) s.transposed[d][c] = s.rows[c][d];
+    }
+    dot_products(s, s.scores);
+    for (int32_t r = 0; r < kTile; ++r) {
+      masks[r] &= loaded;
+      soften(s, r, masks[r], p.scale);
+    }
+    if (finite) {
+      add_values(s);
+    } else {
+      for (int32_t r = 0; r < kTile; ++r) add_seen_values(s, r, masks[r]);
+    }
+    if (++since_fold == kBlocksPerFold) {
+      fold(s);
+      since_fold = 0;
+    }
+  };
+  if (any) {
+    for (int64_t row = request.kv_start; row < request.prefix_len; row += kBlock) {
+      visit(row, static_cast<int32_t>(std::min<int64_t>(kBlock, request.prefix_len - row)), false);
+    }
+    for (int64_t j = 0; j < request.node_count; j += kBlock) visit(request.prefix_len + j, kBlock, true);
+    fold(s);
+  }
+
+  for (int64_t r = 0; r < rows; ++r) {
+    // A query that saw rows, all with score -inf, has a weight of 0 and gets NaN; one that saw none gets 0 and
+    // -inf.
+    const double weight = s.total_weight[r];
+    const float factor = s.seen[r] ? static_cast<float>(1.0 / weight) : 0.0f;
+    for (int32_t d = 0; d < kVDim; ++d) s.totals[r][d] *= factor;
+    double lse = s.seen[r] ? static_cast<double>(s.total_max[r]) + std::log(weight)
+                           : -std::numeric_limits<double>::infinity();
+    if (p.lse_base == KDT_LSE_BASE2) lse /= std::log(2.0);
+    const int64_t out_at = b * p.out_stride + query_of(r) * p.out_row_stride + head_of(r) * p.out_head_stride;
+    store_floats(s.totals[r], kVDim, p.out_dtype, element(p.out, p.out_dtype, out_at));
+    p.lse[b * p.lse_stride + query_of(r) * p.lse_row_stride + head_of(r) * p.lse_head_stride] =
+        static_cast<float>(lse);
+  }
+}
+
+constexpr size_t kAlign = 64;
+
+size_t requests_bytes(int64_t batch_size) {
+  return (static_cast<size_t>(batch_size) * sizeof(Request) + kAlign - 1) / kAlign * kAlign;
+}
+
+}  // namespace
+
+size_t verify_attn_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p) {
+  if (p.batch_size == 0) return 0;
+  return kAlign - 1 + requests_bytes(p.batch_size) + static_cast<size_t>(context.num_threads) * sizeof(Scratch);
+}
+
+void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, void* workspace) {
+  const uintptr_t base = (reinterpret_cast<uintptr_t>(workspace) + kAlign - 1) / kAlign * kAlign;
+  Request* requests = reinterpret_cast<Request*>(base);
+  Scratch* scratch = reinterpret_cast<Scratch*>(base + requests_bytes(p.batch_size));
+
+  const int64_t live = live_requests(p.num_live, p.batch_size);
+  for (int64_t b = 0; b < p.batch_size; ++b) {
+    int32_t status = 0;
+    requests[b] = b < live ? read_request(p, b, &status) : Request{0, 0, 0, false};
+    if (p.status != nullptr) p.status[b] = status;
+  }
+  const int64_t tiles = (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
+  parallel_for(context.num_threads, p.batch_size * tiles, 1, [&](int64_t begin, int64_t end, int64_t worker) {
+    for (int64_t item = begin; item < end; ++item) {
+      attend(p, item / tiles, requests[item / tiles], item % tiles * kTile, scratch[worker]);
+    }
+  });
+}
+
+}  // namespace kdt::cpu
