@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
@@ -87,11 +88,14 @@ struct Call {
     void* address;
     size_t size;
     std::function<void(void*)> set;
+    bool required = true;
   };
-  virtual std::vector<Struct> structs() = 0;
+  virtual std::vector<Struct> structs() { return {}; }
   virtual std::vector<Pointer> pointers() = 0;
   virtual std::vector<Stride> strides() = 0;
   virtual std::vector<Dimension> dimensions() = 0;
+  // Makes the other dimensions agree with one that was set.
+  virtual void settle(const std::string& /*dimension*/) {}
   virtual std::vector<Reserved> reserved() { return {}; }
   virtual std::vector<const GuardedBytes*> memory() const = 0;
 
@@ -138,6 +142,7 @@ struct CallOf : Call {
 };
 
 struct TreeBuildCall : CallOf<kdt_tree_build_params> {
+  static constexpr const char* kName = "TreeBuild";
   OutTree out;
   Guarded<float> log_probs{
       {kB, kD, kK}, std::vector<float>(kB * kD * kK, -1.0f), {kD * (kK + kSlack), kK + kSlack}};
@@ -198,6 +203,10 @@ struct TreeBuildCall : CallOf<kdt_tree_build_params> {
             {"tree.batch_size", &out.tree.batch_size, 0, INT32_MAX},
             {"tree.num_slots", &out.tree.num_slots, 1, KDT_MAX_BUDGET + 1}};
   }
+  void settle(const std::string& dimension) override {
+    if (dimension == "budget") out.tree.num_slots = p.budget + 1;
+    if (dimension == "tree.num_slots") p.budget = out.tree.num_slots - 1;
+  }
   std::vector<Reserved> reserved() override {
     return {{"spine_len", [this] { p.spine_len = 1; }},
             {"reserved0", [this] { p.reserved0 = -1; }},
@@ -213,6 +222,7 @@ struct TreeBuildCall : CallOf<kdt_tree_build_params> {
 };
 
 struct TreeFromParentsCall : CallOf<kdt_tree_from_parents_params> {
+  static constexpr const char* kName = "TreeFromParents";
   OutTree out;
   Guarded<int32_t> tokens{{kB, kN}, std::vector<int32_t>(kB * kN, 4), {kN + kSlack}};
   Guarded<int32_t> parents{{kB, kN}, std::vector<int32_t>{-1, 0, 1, -1, 0, 0}, {kN + kSlack}};
@@ -265,6 +275,7 @@ struct TreeFromParentsCall : CallOf<kdt_tree_from_parents_params> {
 };
 
 struct TreeFromVisibilityCall : CallOf<kdt_tree_from_visibility_params> {
+  static constexpr const char* kName = "TreeFromVisibility";
   OutTree out;
   Guarded<uint8_t> mask{{kB, kN, kN},
                         std::vector<uint8_t>{1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1},
@@ -325,6 +336,7 @@ struct TreeFromVisibilityCall : CallOf<kdt_tree_from_visibility_params> {
 };
 
 struct TreeAcceptCall : CallOf<kdt_tree_accept_params> {
+  static constexpr const char* kName = "TreeAccept";
   using Ints = std::vector<int32_t>;
   kdt_tree tree = sized<kdt_tree>();
   Guarded<int32_t> tree_tokens{{kB, kN}, Ints{7, 4, 5, 8, 4, 5}, {kN + kSlack}};
@@ -416,6 +428,7 @@ struct TreeAcceptCall : CallOf<kdt_tree_accept_params> {
 
 // In place, and (KvCompactToCall) to a destination.
 struct KvCompactCall : CallOf<kdt_kv_compact_params> {
+  static constexpr const char* kName = "KvCompact";
   using Ints = std::vector<int32_t>;
   static constexpr int32_t kLayers = 2, kPages = 4, kPageSize = 4, kWidth = 3, kColumns = 2;
   static constexpr int64_t kRow = kWidth + 1, kPage = kPageSize * kRow + 1, kLayer = kPages * kPage + 1;
@@ -525,11 +538,12 @@ struct KvCompactCall : CallOf<kdt_kv_compact_params> {
 };
 
 struct KvCompactToCall : KvCompactCall {
+  static constexpr const char* kName = "KvCompactTo";
   KvCompactToCall() { p.destination = &destination; }
   std::vector<Struct> structs() override {
     auto list = KvCompactCall::structs();
     list.push_back({"destination", &destination, sizeof destination,
-                    [this](void* s) { p.destination = static_cast<kdt_kv_cache*>(s); }});
+                    [this](void* s) { p.destination = static_cast<kdt_kv_cache*>(s); }, false});
     return list;
   }
   std::vector<Pointer> pointers() override {
@@ -546,6 +560,485 @@ struct KvCompactToCall : KvCompactCall {
     auto list = KvCompactCall::dimensions();
     add_cache_dimensions("destination", &destination, &list);
     return list;
+  }
+};
+
+// ---- Vocabulary rows ----
+
+constexpr int32_t kV = 6, kShards = 3;
+
+Pointer floats_pointer(const std::string& name, std::function<void*()> get, std::function<void(void*)> set,
+                       int32_t dtype, int64_t elements, bool output) {
+  const size_t size = dtype == KDT_F32 ? 4 : 2;
+  return {name, std::move(get), std::move(set), size, size, static_cast<size_t>(elements) * size, output, true};
+}
+
+// What the calls on logits share: two rows of bfloat16, one a request.
+template <class Params>
+struct LogitsCall : CallOf<Params> {
+  using CallOf<Params>::p;
+  Guarded<uint16_t> logits{{kB, kV}, std::vector<uint16_t>(kB * kV, 0x3f80), {kV + kSlack}};
+  Guarded<int32_t> num_live{{1}, std::vector<int32_t>{2}}, status{{kB}};
+  Guarded<uint32_t> allowed{{kB}, std::vector<uint32_t>{63, 63}};
+
+  LogitsCall() {
+    p.num_rows = kB;
+    p.vocab_size = kV;
+    p.logits_dtype = KDT_BF16;
+    p.logits = logits.data();
+    p.logits_stride = kV + kSlack;
+    p.num_live = num_live.data();
+    p.status = status.data();
+  }
+  void set_batch_size(int32_t b) override { p.num_rows = b; }
+  std::vector<Pointer> pointers() override {
+    return {floats_pointer(
+                "logits", [this] { return const_cast<void*>(p.logits); }, [this](void* l) { p.logits = l; },
+                KDT_BF16, p.logits_stride * (kB - 1) + kV, false),
+            pointer("num_live", &p.num_live, 1, false, false), pointer("status", &p.status, kB, true, false)};
+  }
+  std::vector<Stride> strides() override { return {{"logits_stride", &p.logits_stride, kV}}; }
+  std::vector<Dimension> dimensions() override {
+    return {{"num_rows", &p.num_rows, 0, INT32_MAX}, {"vocab_size", &p.vocab_size, 0, INT32_MAX}};
+  }
+  std::vector<Reserved> reserved() override {
+    return {{"reserved0", [this] { p.reserved0 = 1; }}, {"allowed", [this] { p.allowed = allowed.data(); }}};
+  }
+  std::vector<const GuardedBytes*> memory() const override { return {&logits, &num_live, &status, &allowed}; }
+};
+
+struct TopkLogprobsCall : LogitsCall<kdt_topk_logprobs_params> {
+  static constexpr const char* kName = "TopkLogprobs";
+  Guarded<float> log_probs{{kB, kK}, {kK + kSlack}};
+  Guarded<int32_t> token_ids{{kB, kK}, {kK + kSlack}};
+  Guarded<double> lse{{kB}};
+
+  TopkLogprobsCall() {
+    p.num_candidates = kK;
+    p.log_probs = log_probs.data();
+    p.token_ids = token_ids.data();
+    p.log_probs_stride = p.token_ids_stride = kK + kSlack;
+    p.lse = lse.data();
+  }
+  std::string function() const override { return "kdt_topk_logprobs"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_topk_logprobs(c, static_cast<const kdt_topk_logprobs_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_topk_logprobs_workspace_size(c, static_cast<const kdt_topk_logprobs_params*>(params), size);
+  }
+  std::vector<Pointer> pointers() override {
+    auto list = LogitsCall::pointers();
+    const int64_t span = p.log_probs_stride * (kB - 1) + kK;
+    list.push_back(pointer("log_probs", &p.log_probs, span, true));
+    list.push_back(pointer("token_ids", &p.token_ids, span, true));
+    list.push_back(pointer("lse", &p.lse, kB, true, p.raw != 0));
+    return list;
+  }
+  std::vector<Stride> strides() override {
+    auto list = LogitsCall::strides();
+    list.push_back({"log_probs_stride", &p.log_probs_stride, kK});
+    list.push_back({"token_ids_stride", &p.token_ids_stride, kK});
+    return list;
+  }
+  std::vector<Dimension> dimensions() override {
+    auto list = LogitsCall::dimensions();
+    list.push_back({"num_candidates", &p.num_candidates, 0, KDT_MAX_CANDIDATES});
+    return list;
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    auto list = LogitsCall::memory();
+    list.insert(list.end(), {&log_probs, &token_ids, &lse});
+    return list;
+  }
+};
+
+struct TopkLogprobsRawCall : TopkLogprobsCall {
+  static constexpr const char* kName = "TopkLogprobsRaw";
+  TopkLogprobsRawCall() { p.raw = 1; }
+};
+
+struct TopkMergeCall : CallOf<kdt_topk_merge_params> {
+  static constexpr const char* kName = "TopkMerge";
+  static constexpr int64_t kRow = kK + kSlack, kShard = kB * kRow + 1;
+  Guarded<float> logits{{kShards, kB, kK}, std::vector<float>(kShards * kB * kK, 1.0f), {kShard, kRow}};
+  Guarded<int32_t> shard_ids{{kShards, kB, kK}, std::vector<int32_t>(kShards * kB * kK, 5), {kShard, kRow}};
+  Guarded<double> shard_lse{{kShards, kB}, std::vector<double>(kShards * kB, 2.0), {kB + 1}};
+  Guarded<int32_t> num_live{{1}, std::vector<int32_t>{2}}, status{{kB}};
+  Guarded<float> log_probs{{kB, kK}, {kRow}};
+  Guarded<int32_t> token_ids{{kB, kK}, {kRow}};
+  Guarded<double> lse{{kB}};
+
+  TopkMergeCall() {
+    p.num_shards = kShards;
+    p.num_rows = kB;
+    p.num_candidates = kK;
+    p.logits = logits.data();
+    p.shard_token_ids = shard_ids.data();
+    p.logits_stride = p.shard_token_ids_stride = kShard;
+    p.logits_row_stride = p.shard_token_ids_row_stride = kRow;
+    p.shard_lse = shard_lse.data();
+    p.shard_lse_stride = kB + 1;
+    p.log_probs = log_probs.data();
+    p.token_ids = token_ids.data();
+    p.log_probs_stride = p.token_ids_stride = kRow;
+    p.lse = lse.data();
+    p.num_live = num_live.data();
+    p.status = status.data();
+  }
+  std::string function() const override { return "kdt_topk_merge"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_topk_merge(c, static_cast<const kdt_topk_merge_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_topk_merge_workspace_size(c, static_cast<const kdt_topk_merge_params*>(params), size);
+  }
+  void set_batch_size(int32_t b) override { p.num_rows = b; }
+  std::vector<Pointer> pointers() override {
+    const int64_t shards = kShard * (kShards - 1) + kRow * (kB - 1) + kK, rows = kRow * (kB - 1) + kK;
+    return {pointer("logits", &p.logits, shards, false),
+            pointer("shard_token_ids", &p.shard_token_ids, shards, false),
+            pointer("shard_lse", &p.shard_lse, p.shard_lse_stride * (kShards - 1) + kB, false),
+            pointer("num_live", &p.num_live, 1, false, false),
+            pointer("log_probs", &p.log_probs, rows, true),
+            pointer("token_ids", &p.token_ids, rows, true),
+            pointer("lse", &p.lse, kB, true, false),
+            pointer("status", &p.status, kB, true, false)};
+  }
+  std::vector<Stride> strides() override {
+    return {{"logits_row_stride", &p.logits_row_stride, kK},
+            {"logits_stride", &p.logits_stride, kB * kRow},
+            {"shard_token_ids_row_stride", &p.shard_token_ids_row_stride, kK},
+            {"shard_token_ids_stride", &p.shard_token_ids_stride, kB * kRow},
+            {"shard_lse_stride", &p.shard_lse_stride, kB},
+            {"log_probs_stride", &p.log_probs_stride, kK},
+            {"token_ids_stride", &p.token_ids_stride, kK}};
+  }
+  std::vector<Dimension> dimensions() override {
+    return {{"num_shards", &p.num_shards, 1, KDT_MAX_SHARDS},
+            {"num_rows", &p.num_rows, 0, INT32_MAX},
+            {"num_candidates", &p.num_candidates, 0, KDT_MAX_CANDIDATES}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    return {&logits, &shard_ids, &shard_lse, &num_live, &status, &log_probs, &token_ids, &lse};
+  }
+};
+
+struct ArgmaxCall : LogitsCall<kdt_argmax_params> {
+  static constexpr const char* kName = "Argmax";
+  Guarded<int32_t> tokens{{kB}};
+  Guarded<float> values{{kB}};
+
+  ArgmaxCall() {
+    p.tokens = tokens.data();
+    p.values = values.data();
+  }
+  std::string function() const override { return "kdt_argmax"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_argmax(c, static_cast<const kdt_argmax_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_argmax_workspace_size(c, static_cast<const kdt_argmax_params*>(params), size);
+  }
+  std::vector<Pointer> pointers() override {
+    auto list = LogitsCall::pointers();
+    list.push_back(pointer("tokens", &p.tokens, kB, true));
+    list.push_back(pointer("values", &p.values, kB, true, false));
+    return list;
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    auto list = LogitsCall::memory();
+    list.insert(list.end(), {&tokens, &values});
+    return list;
+  }
+};
+
+struct SampleCall : LogitsCall<kdt_sample_params> {
+  static constexpr const char* kName = "Sample";
+  Guarded<float> temperatures{{kB}, std::vector<float>{1.0f, 0.5f}}, values{{kB}};
+  Guarded<int32_t> positions{{kB}, std::vector<int32_t>{3, 4}}, tokens{{kB}};
+  Guarded<int64_t> request_ids{{kB}};
+
+  SampleCall() {
+    request_ids.fill({8, 9});
+    p.temperatures = temperatures.data();
+    p.positions = positions.data();
+    p.request_ids = request_ids.data();
+    p.tokens = tokens.data();
+    p.values = values.data();
+  }
+  std::string function() const override { return "kdt_sample"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_sample(c, static_cast<const kdt_sample_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_sample_workspace_size(c, static_cast<const kdt_sample_params*>(params), size);
+  }
+  std::vector<Pointer> pointers() override {
+    auto list = LogitsCall::pointers();
+    list.push_back(pointer("temperatures", &p.temperatures, kB, false));
+    list.push_back(pointer("positions", &p.positions, kB, false));
+    list.push_back(pointer("request_ids", &p.request_ids, kB, false));
+    list.push_back(pointer("tokens", &p.tokens, kB, true));
+    list.push_back(pointer("values", &p.values, kB, true, false));
+    return list;
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    auto list = LogitsCall::memory();
+    list.insert(list.end(), {&temperatures, &values, &positions, &tokens, &request_ids});
+    return list;
+  }
+};
+
+// ---- Attention ----
+
+// Two queries of two heads over a paged cache of bfloat16, out in float32; heads lie outside queries.
+struct VerifyAttnCall : CallOf<kdt_verify_attn_params> {
+  static constexpr const char* kName = "VerifyAttn";
+  using Ints = std::vector<int32_t>;
+  using Halves = std::vector<uint16_t>;
+  static constexpr int32_t kQ = 2, kH = 2, kQk = 576, kVDim = 512, kPages = 4, kPageSize = 2, kColumns = 3;
+  static constexpr int64_t kRow = kQk + 1, kPage = kPageSize * kRow + 1;
+  static constexpr int64_t row_of(int64_t width) { return width + 1; }
+  static constexpr int64_t head_of(int64_t width) { return kQ * row_of(width) + 1; }
+  static constexpr int64_t request_of(int64_t width) { return kH * head_of(width) + 1; }
+  static constexpr int64_t span_of(int64_t width) {
+    return request_of(width) * (kB - 1) + head_of(width) * (kH - 1) + row_of(width) * (kQ - 1) + width;
+  }
+
+  kdt_kv_cache cache = sized<kdt_kv_cache>();
+  kdt_tree tree = sized<kdt_tree>();
+  Guarded<uint16_t> q{
+      {kB, kQ, kH, kQk}, Halves(kB * kQ * kH * kQk, 0x3f80), {request_of(kQk), row_of(kQk), head_of(kQk)}};
+  Guarded<uint16_t> rows{{kPages, kPageSize, kQk}, Halves(kPages * kPageSize * kQk, 0x3f80), {kPage, kRow}};
+  Guarded<int32_t> table{{kB, kColumns}, Ints{3, 0, 1, 2, 1, 0}, {kColumns + kSlack}};
+  Guarded<int32_t> prefix_lens{{kB}, Ints{2, 3}}, kv_starts{{kB}, Ints{1, 0}}, num_live{{1}, Ints{2}};
+  Guarded<uint64_t> visibility{{kB, kN, 1}, std::vector<uint64_t>{1, 3, 5, 1, 3, 7}, {kN * 2 + 1, 2}};
+  Guarded<int32_t> node_count{{kB}, Ints{2, 1}}, status{{kB}};
+  Guarded<float> out{{kB, kQ, kH, kVDim}, {request_of(kVDim), row_of(kVDim), head_of(kVDim)}};
+  Guarded<float> lse{{kB, kQ, kH, 1}, {request_of(1), row_of(1), head_of(1)}};
+
+  VerifyAttnCall() {
+    cache.data = rows.data();
+    cache.num_layers = 1;
+    cache.num_pages = kPages;
+    cache.page_size = kPageSize;
+    cache.row_width = kQk;
+    cache.element_size = 2;
+    cache.max_pages = kColumns;
+    cache.page_stride = kPage;
+    cache.row_stride = kRow;
+    cache.block_table = table.data();
+    cache.block_table_stride = kColumns + kSlack;
+    tree.batch_size = kB;
+    tree.num_slots = kN;
+    tree.visibility = visibility.data();
+    tree.visibility_pitch = 2;
+    tree.visibility_stride = kN * 2 + 1;
+    tree.node_count = node_count.data();
+    p.batch_size = kB;
+    p.num_queries = kQ;
+    p.num_heads = kH;
+    p.qk_dim = kQk;
+    p.v_dim = kVDim;
+    p.q_dtype = p.kv_dtype = KDT_BF16;
+    p.out_dtype = KDT_F32;
+    p.scale = 0.1f;
+    p.q = q.data();
+    p.q_stride = request_of(kQk);
+    p.q_row_stride = row_of(kQk);
+    p.q_head_stride = head_of(kQk);
+    p.cache = &cache;
+    p.prefix_lens = prefix_lens.data();
+    p.kv_starts = kv_starts.data();
+    p.tree = &tree;
+    p.num_live = num_live.data();
+    p.out = out.data();
+    p.out_stride = request_of(kVDim);
+    p.out_row_stride = row_of(kVDim);
+    p.out_head_stride = head_of(kVDim);
+    p.lse = lse.data();
+    p.lse_stride = request_of(1);
+    p.lse_row_stride = row_of(1);
+    p.lse_head_stride = head_of(1);
+    p.status = status.data();
+  }
+  std::string function() const override { return "kdt_verify_attn"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_verify_attn(c, static_cast<const kdt_verify_attn_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_verify_attn_workspace_size(c, static_cast<const kdt_verify_attn_params*>(params), size);
+  }
+  void set_batch_size(int32_t b) override { p.batch_size = tree.batch_size = b; }
+  std::vector<Struct> structs() override {
+    std::vector<Struct> list = {
+        {"cache", &cache, sizeof cache, [this](void* s) { p.cache = static_cast<kdt_kv_cache*>(s); }}};
+    if (p.tree != nullptr) {
+      list.push_back({"tree", &tree, sizeof tree, [this](void* s) { p.tree = static_cast<kdt_tree*>(s); }, false});
+    }
+    return list;
+  }
+  std::vector<Pointer> pointers() override {
+    std::vector<Pointer> list = {
+        floats_pointer(
+            "q", [this] { return const_cast<void*>(p.q); }, [this](void* a) { p.q = a; }, KDT_BF16, span_of(kQk),
+            false),
+        floats_pointer(
+            "cache.data", [this] { return cache.data; }, [this](void* a) { cache.data = a; }, KDT_BF16,
+            kPage * (kPages - 1) + kRow * (kPageSize - 1) + kQk, false),
+        pointer("cache.block_table", &cache.block_table, cache.block_table_stride * (kB - 1) + kColumns, false,
+                false),
+        pointer("prefix_lens", &p.prefix_lens, kB, false),
+        pointer("kv_starts", &p.kv_starts, kB, false, false),
+        pointer("num_live", &p.num_live, 1, false, false),
+        floats_pointer(
+            "out", [this] { return p.out; }, [this](void* a) { p.out = a; }, KDT_F32, span_of(kVDim), true),
+        pointer("lse", &p.lse, span_of(1), true),
+        pointer("status", &p.status, kB, true, false)};
+    if (p.tree != nullptr) {
+      list.push_back(pointer("tree.visibility", &tree.visibility,
+                             tree.visibility_stride * (kB - 1) + 2 * (kN - 1) + 1, false, false));
+      list.push_back(pointer("tree.node_count", &tree.node_count, kB, false, false));
+    }
+    return list;
+  }
+  std::vector<Stride> strides() override {
+    std::vector<Stride> list = {{"q_stride", &p.q_stride, kQk},
+                                {"q_row_stride", &p.q_row_stride, kQk},
+                                {"q_head_stride", &p.q_head_stride, kQk},
+                                {"out_stride", &p.out_stride, kVDim},
+                                {"out_row_stride", &p.out_row_stride, kVDim},
+                                {"out_head_stride", &p.out_head_stride, kVDim},
+                                {"lse_stride", &p.lse_stride, 1},
+                                {"lse_row_stride", &p.lse_row_stride, 1},
+                                {"lse_head_stride", &p.lse_head_stride, 1},
+                                {"cache.row_stride", &cache.row_stride, kQk},
+                                {"cache.page_stride", &cache.page_stride, kQk},
+                                {"cache.block_table_stride", &cache.block_table_stride, kColumns}};
+    if (p.tree != nullptr) {
+      list.push_back({"tree.visibility_pitch", &tree.visibility_pitch, 1});
+      list.push_back({"tree.visibility_stride", &tree.visibility_stride, kN * tree.visibility_pitch});
+    }
+    return list;
+  }
+  std::vector<Dimension> dimensions() override {
+    std::vector<Dimension> list = {{"batch_size", &p.batch_size, 0, INT32_MAX},
+                                   {"num_queries", &p.num_queries, 1, KDT_MAX_BUDGET + 1},
+                                   {"num_heads", &p.num_heads, 1, 128},
+                                   {"cache.num_pages", &cache.num_pages, 0, INT32_MAX},
+                                   {"cache.max_pages", &cache.max_pages, 0, INT32_MAX}};
+    if (p.tree != nullptr) {
+      list.push_back({"tree.batch_size", &tree.batch_size, 0, INT32_MAX});
+      list.push_back({"tree.num_slots", &tree.num_slots, 1, KDT_MAX_BUDGET + 1});
+    }
+    return list;
+  }
+  void settle(const std::string& dimension) override {
+    if (dimension == "batch_size") tree.batch_size = p.batch_size;
+    if (dimension == "tree.batch_size") p.batch_size = tree.batch_size;
+    if (dimension == "num_queries") tree.num_slots = std::max(kN, p.num_queries);
+    if (dimension == "tree.num_slots") p.num_queries = 1;
+  }
+  std::vector<Reserved> reserved() override {
+    return {{"qo_indptr", [this] { p.qo_indptr = node_count.data(); }},
+            {"q_rope", [this] { p.q_rope = q.data(); }},
+            {"kv_rope", [this] { p.kv_rope = rows.data(); }},
+            {"kv_scales", [this] { p.kv_scales = lse.data(); }},
+            {"split_len", [this] { p.split_len = 1; }},
+            {"reserved0", [this] { p.reserved0 = -1; }}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    return {&q, &rows, &table, &prefix_lens, &kv_starts, &num_live, &visibility, &node_count, &status, &out, &lse};
+  }
+};
+
+struct VerifyAttnTreelessCall : VerifyAttnCall {
+  static constexpr const char* kName = "VerifyAttnTreeless";
+  VerifyAttnTreelessCall() { p.tree = nullptr; }
+};
+
+// Sides and result have strides of their own, so no two of them are one array.
+struct MergeAttnStatesCall : CallOf<kdt_merge_attn_states_params> {
+  static constexpr const char* kName = "MergeAttnStates";
+  static constexpr int32_t kH = 2, kDim = 5;
+  static constexpr int64_t row_of(int64_t width, int64_t slack) { return width + slack; }
+  static constexpr int64_t head_of(int64_t width, int64_t slack) { return kB * row_of(width, slack) + slack; }
+  static constexpr int64_t span_of(int64_t width, int64_t slack) {
+    return head_of(width, slack) * (kH - 1) + row_of(width, slack) * (kB - 1) + width;
+  }
+  Guarded<uint16_t> a{
+      {kB, kH, kDim}, std::vector<uint16_t>(kB * kH * kDim, 0x3f80), {row_of(kDim, 1), head_of(kDim, 1)}};
+  Guarded<float> b{{kB, kH, kDim}, std::vector<float>(kB * kH * kDim, 2.0f), {row_of(kDim, 2), head_of(kDim, 2)}};
+  Guarded<float> a_lse{{kB, kH, 1}, std::vector<float>(kB * kH, 1.0f), {row_of(1, 1), head_of(1, 1)}};
+  Guarded<float> b_lse{{kB, kH, 1}, std::vector<float>(kB * kH, 1.0f), {row_of(1, 2), head_of(1, 2)}};
+  Guarded<float> out{{kB, kH, kDim}, {row_of(kDim, 3), head_of(kDim, 3)}};
+  Guarded<float> lse{{kB, kH, 1}, {row_of(1, 3), head_of(1, 3)}};
+  Guarded<int32_t> num_live{{1}, std::vector<int32_t>{2}};
+
+  MergeAttnStatesCall() {
+    p.num_rows = kB;
+    p.num_heads = kH;
+    p.v_dim = kDim;
+    p.a_dtype = KDT_BF16;
+    p.b_dtype = p.out_dtype = KDT_F32;
+    p.a = a.data();
+    p.a_row_stride = row_of(kDim, 1);
+    p.a_head_stride = head_of(kDim, 1);
+    p.a_lse = a_lse.data();
+    p.a_lse_row_stride = row_of(1, 1);
+    p.a_lse_head_stride = head_of(1, 1);
+    p.b = b.data();
+    p.b_row_stride = row_of(kDim, 2);
+    p.b_head_stride = head_of(kDim, 2);
+    p.b_lse = b_lse.data();
+    p.b_lse_row_stride = row_of(1, 2);
+    p.b_lse_head_stride = head_of(1, 2);
+    p.out = out.data();
+    p.out_row_stride = row_of(kDim, 3);
+    p.out_head_stride = head_of(kDim, 3);
+    p.lse = lse.data();
+    p.lse_row_stride = row_of(1, 3);
+    p.lse_head_stride = head_of(1, 3);
+    p.num_live = num_live.data();
+  }
+  std::string function() const override { return "kdt_merge_attn_states"; }
+  int32_t run(const kdt_context* c, const void* params, void* w, size_t size, void* stream) override {
+    return kdt_merge_attn_states(c, static_cast<const kdt_merge_attn_states_params*>(params), w, size, stream);
+  }
+  int32_t query(const kdt_context* c, const void* params, size_t* size) override {
+    return kdt_merge_attn_states_workspace_size(c, static_cast<const kdt_merge_attn_states_params*>(params), size);
+  }
+  void set_batch_size(int32_t rows) override { p.num_rows = rows; }
+  std::vector<Pointer> pointers() override {
+    return {floats_pointer(
+                "a", [this] { return const_cast<void*>(p.a); }, [this](void* s) { p.a = s; }, KDT_BF16,
+                span_of(kDim, 1), false),
+            floats_pointer(
+                "b", [this] { return const_cast<void*>(p.b); }, [this](void* s) { p.b = s; }, KDT_F32,
+                span_of(kDim, 2), false),
+            pointer("a_lse", &p.a_lse, span_of(1, 1), false),
+            pointer("b_lse", &p.b_lse, span_of(1, 2), false),
+            floats_pointer(
+                "out", [this] { return p.out; }, [this](void* s) { p.out = s; }, KDT_F32, span_of(kDim, 3), true),
+            pointer("lse", &p.lse, span_of(1, 3), true),
+            pointer("num_live", &p.num_live, 1, false, false)};
+  }
+  std::vector<Stride> strides() override {
+    return {{"a_row_stride", &p.a_row_stride, kDim},      {"a_head_stride", &p.a_head_stride, kDim},
+            {"b_row_stride", &p.b_row_stride, kDim},      {"b_head_stride", &p.b_head_stride, kDim},
+            {"out_row_stride", &p.out_row_stride, kDim},  {"out_head_stride", &p.out_head_stride, kDim},
+            {"a_lse_row_stride", &p.a_lse_row_stride, 1}, {"a_lse_head_stride", &p.a_lse_head_stride, 1},
+            {"b_lse_row_stride", &p.b_lse_row_stride, 1}, {"b_lse_head_stride", &p.b_lse_head_stride, 1},
+            {"lse_row_stride", &p.lse_row_stride, 1},     {"lse_head_stride", &p.lse_head_stride, 1}};
+  }
+  std::vector<Dimension> dimensions() override {
+    return {{"num_rows", &p.num_rows, 0, INT32_MAX},
+            {"num_heads", &p.num_heads, 1, INT32_MAX},
+            {"v_dim", &p.v_dim, 1, INT32_MAX}};
+  }
+  std::vector<const GuardedBytes*> memory() const override {
+    return {&a, &b, &a_lse, &b_lse, &out, &lse, &num_live};
   }
 };
 
@@ -580,20 +1073,16 @@ class Operation : public testing::Test {
   }
 
   TestContext context_;
-  Guarded<uint8_t> workspace_{{1 << 16}};
+  Guarded<uint8_t> workspace_{{1 << 20}};
 };
 
 using Calls = testing::Types<TreeBuildCall, TreeFromParentsCall, TreeFromVisibilityCall, TreeAcceptCall,
-                             KvCompactCall, KvCompactToCall>;
+                             KvCompactCall, KvCompactToCall, TopkLogprobsCall, TopkLogprobsRawCall, TopkMergeCall,
+                             ArgmaxCall, SampleCall, VerifyAttnCall, VerifyAttnTreelessCall, MergeAttnStatesCall>;
 struct CallNames {
   template <class T>
   static std::string GetName(int) {
-    constexpr const char* names[] = {"TreeBuild",  "TreeFromParents", "TreeFromVisibility",
-                                     "TreeAccept", "KvCompact",       "KvCompactTo"};
-    constexpr bool is[] = {std::is_same_v<T, TreeBuildCall>,          std::is_same_v<T, TreeFromParentsCall>,
-                           std::is_same_v<T, TreeFromVisibilityCall>, std::is_same_v<T, TreeAcceptCall>,
-                           std::is_same_v<T, KvCompactCall>,          std::is_same_v<T, KvCompactToCall>};
-    return names[std::find(std::begin(is), std::end(is), true) - std::begin(is)];
+    return T::kName;
   }
 };
 TYPED_TEST_SUITE(Operation, Calls, CallNames);
@@ -678,7 +1167,7 @@ TYPED_TEST(Operation, WildSizesAreNotFollowed) {
 TYPED_TEST(Operation, StructsThatAreNullOrMisaligned) {
   TypeParam call;
   for (const Call::Struct& s : call.structs()) {
-    if (s.name != "destination") {
+    if (s.required) {
       s.set(nullptr);
       this->expect_refused_by_both(call, KDT_ERR_NULL_POINTER, s.name);
     }
@@ -761,7 +1250,7 @@ TYPED_TEST(Operation, OutputsThatOverlap) {
 // Inputs may share memory, and an output may begin where another array ends.
 TYPED_TEST(Operation, NeighboursAndSharedInputsAreNoOverlap) {
   TypeParam call;
-  Guarded<uint64_t> arena({4096});
+  Guarded<uint64_t> arena({1 << 14});
   char* next = reinterpret_cast<char*>(arena.data());
   for (const Pointer& array : call.pointers()) {
     next += (array.alignment - reinterpret_cast<uintptr_t>(next) % array.alignment) % array.alignment;
@@ -769,17 +1258,14 @@ TYPED_TEST(Operation, NeighboursAndSharedInputsAreNoOverlap) {
     array.set(next);
     next += array.span;
   }
-  ASSERT_LT(next, reinterpret_cast<char*>(arena.data() + 4096));
+  ASSERT_LT(next, reinterpret_cast<char*>(arena.data() + (1 << 14)));
   EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
 
   TypeParam shared;
   const auto arrays = shared.pointers();
-  const Pointer& prefix_lens = *std::find_if(arrays.begin(), arrays.end(), [](const Pointer& a) {
-    return a.name == "prefix_lens" || a.name == "max_tokens";
-  });
-  const Pointer& num_live =
-      *std::find_if(arrays.begin(), arrays.end(), [](const Pointer& a) { return a.name == "num_live"; });
-  prefix_lens.set(num_live.get());
+  const auto find = [&](auto&& is) { return *std::find_if(arrays.begin(), arrays.end(), is); };
+  const Pointer num_live = find([](const Pointer& a) { return a.name == "num_live"; });
+  num_live.set(find([](const Pointer& a) { return !a.output && a.name != "num_live"; }).get());
   const int32_t got = this->run(shared);
   EXPECT_EQ(got, KDT_OK) << kdt_last_error();
 }
@@ -876,10 +1362,7 @@ TYPED_TEST(Operation, WorkspaceSizeGrowsWithEachDimension) {
     TypeParam call;
     const Dimension d = call.dimensions()[dimension];
     *d.field = value;
-    if constexpr (std::is_same_v<TypeParam, TreeBuildCall>) {
-      if (d.name == "budget") call.out.tree.num_slots = value + 1;
-      if (d.name == "tree.num_slots") call.p.budget = value - 1;
-    }
+    call.settle(d.name);
     for (const Stride& stride : call.strides()) *stride.field = 0;
     size_t size = 0;
     EXPECT_EQ(call.query(this->context_, call.params(), &size), KDT_OK)
@@ -917,7 +1400,7 @@ class Calling : public testing::Test {
   }
 
   TestContext context_;
-  Guarded<uint8_t> workspace_{{1 << 16}};
+  Guarded<uint8_t> workspace_{{1 << 20}};
 };
 
 TEST_F(Calling, TreeBuildWantsOneSlotMoreThanTheBudget) {
@@ -1020,6 +1503,259 @@ TEST_F(Calling, KvCompactContiguousWantsAPageForEachRequest) {
   expect_refused(call, KDT_ERR_SHAPE, "cache.num_pages");
   call.cache.num_pages = kB;
   EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+}
+
+// ---- Vocabulary rows and attention -----------------------------------------------------------------
+
+template <class T>
+class CallingOnLogits : public Calling {};
+using CallsOnLogits = testing::Types<TopkLogprobsCall, TopkLogprobsRawCall, ArgmaxCall, SampleCall>;
+TYPED_TEST_SUITE(CallingOnLogits, CallsOnLogits, CallNames);
+
+TYPED_TEST(CallingOnLogits, Dtypes) {
+  for (const int32_t dtype : {0, 1, 5, 6, -1, INT32_MIN, INT32_MAX}) {
+    TypeParam call;
+    call.p.logits_dtype = dtype;
+    this->expect_refused(call, KDT_ERR_UNSUPPORTED, "logits_dtype");
+  }
+}
+
+TYPED_TEST(CallingOnLogits, IdsStayBelow32Bits) {
+  const int32_t last = INT32_MAX - kV + 1;  // so that the last id is 2^31 - 1
+  for (const int32_t offset : {-1, INT32_MIN, last + 1, INT32_MAX}) {
+    TypeParam call;
+    call.p.id_offset = offset;
+    this->expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "id_offset");
+  }
+  TypeParam call;
+  call.p.id_offset = last;
+  EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+}
+
+TYPED_TEST(CallingOnLogits, RowsPerRequestDividesTheRows) {
+  for (const int32_t rows : {-1, INT32_MIN, 3, INT32_MAX}) {
+    TypeParam call;
+    call.p.rows_per_request = rows;
+    this->expect_refused(call, KDT_ERR_SHAPE, "rows_per_request");
+  }
+  for (const int32_t rows : {0, 1, kB}) {
+    TypeParam call;
+    call.p.rows_per_request = rows;
+    EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+  }
+}
+
+// Rows without logits are rows all the same: each is invalid, but for a raw shard's.
+TYPED_TEST(CallingOnLogits, AnEmptyVocabularyReadsNothing) {
+  for (const int64_t stride : {0, 7}) {
+    TypeParam call;
+    call.p.vocab_size = 0;
+    call.p.logits = nullptr;
+    call.p.logits_stride = stride;
+    EXPECT_EQ(this->run(call), KDT_OK) << kdt_last_error();
+    const int32_t expected = std::is_same_v<TypeParam, TopkLogprobsRawCall> ? 0 : KDT_STATUS_ROW_INVALID;
+    EXPECT_EQ(call.status.values(), (std::vector<int32_t>{expected, expected}));
+  }
+}
+
+TEST_F(Calling, TopkLogprobsRaw) {
+  for (const int32_t raw : {2, -1, INT32_MAX}) {
+    TopkLogprobsCall call;
+    call.p.raw = raw;
+    expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "raw");
+  }
+}
+
+TEST_F(Calling, TopkWithoutCandidatesWritesTheRest) {
+  TopkLogprobsCall call;
+  call.p.num_candidates = 0;
+  call.p.log_probs = nullptr;
+  call.p.token_ids = nullptr;
+  EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+  EXPECT_EQ(call.status.values(), (std::vector<int32_t>{0, 0}));
+  EXPECT_FALSE(call.lse.unchanged());
+  TopkMergeCall merge;
+  merge.p.num_candidates = 0;
+  merge.p.logits = nullptr;
+  merge.p.shard_token_ids = nullptr;
+  merge.p.log_probs = nullptr;
+  merge.p.token_ids = nullptr;
+  EXPECT_EQ(run(merge), KDT_OK) << kdt_last_error();
+  EXPECT_EQ(merge.status.values(), (std::vector<int32_t>{0, 0}));
+  EXPECT_FALSE(merge.lse.unchanged());
+}
+
+TEST_F(Calling, RowsPerRequestOfMerges) {
+  for (const int32_t rows : {-1, INT32_MIN, 3, INT32_MAX}) {
+    TopkMergeCall topk;
+    topk.p.rows_per_request = rows;
+    expect_refused(topk, KDT_ERR_SHAPE, "rows_per_request");
+    MergeAttnStatesCall states;
+    states.p.rows_per_request = rows;
+    expect_refused(states, KDT_ERR_SHAPE, "rows_per_request");
+  }
+}
+
+TEST_F(Calling, VerifyAttnDims) {
+  for (const int32_t dim : {0, -1, 1, 575, 577, 512, INT32_MAX}) {
+    VerifyAttnCall call;
+    call.p.qk_dim = dim;
+    expect_refused(call, KDT_ERR_UNSUPPORTED, "qk_dim");
+  }
+  for (const int32_t dim : {0, -1, 1, 511, 513, 576, INT32_MAX}) {
+    VerifyAttnCall call;
+    call.p.v_dim = dim;
+    expect_refused(call, KDT_ERR_UNSUPPORTED, "v_dim");
+  }
+}
+
+// q and cache of one dtype, out in that or in float32. All nine mixtures of dtypes, and numbers that are none.
+TEST_F(Calling, VerifyAttnDtypes) {
+  for (const int32_t dtype : {0, 1, 5, -1, INT32_MAX}) {
+    VerifyAttnCall call;
+    call.p.q_dtype = dtype;
+    expect_refused(call, KDT_ERR_UNSUPPORTED, "q_dtype");
+  }
+  for (const int32_t dtype : {0, int32_t{KDT_F32}, int32_t{KDT_F16}, 5, -1}) {
+    VerifyAttnCall call;
+    call.p.kv_dtype = dtype;
+    expect_refused(call, KDT_ERR_UNSUPPORTED, "kv_dtype");
+  }
+  for (const int32_t dtype : {0, int32_t{KDT_F16}, 5, -1}) {
+    VerifyAttnCall call;
+    call.p.out_dtype = dtype;
+    expect_refused(call, KDT_ERR_UNSUPPORTED, "out_dtype");
+  }
+  for (const int32_t size : {1, 4}) {
+    VerifyAttnCall call;
+    call.cache.element_size = size;
+    expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "cache.element_size");
+  }
+}
+
+TEST_F(Calling, VerifyAttnNumbers) {
+  for (const float scale : {HUGE_VALF, -HUGE_VALF, std::numeric_limits<float>::quiet_NaN()}) {
+    VerifyAttnCall call;
+    call.p.scale = scale;
+    expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "scale");
+  }
+  for (const int32_t base : {2, -1, INT32_MAX}) {
+    VerifyAttnCall call;
+    call.p.lse_base = base;
+    expect_refused(call, KDT_ERR_INVALID_ARGUMENT, "lse_base");
+    MergeAttnStatesCall merge;
+    merge.p.lse_base = base;
+    expect_refused(merge, KDT_ERR_INVALID_ARGUMENT, "lse_base");
+  }
+}
+
+TEST_F(Calling, VerifyAttnCache) {
+  for (const int32_t size : {3, 5, 48, 255, 257, 512, 1 << 30}) {
+    VerifyAttnCall call;
+    call.cache.page_size = size;
+    call.cache.row_stride = call.cache.page_stride = 0;
+    expect_refused(call, KDT_ERR_LIMIT, "cache.page_size");
+  }
+  for (const int32_t size : {0, -1, INT32_MIN}) {
+    VerifyAttnCall call;
+    call.cache.page_size = size;
+    expect_refused(call, KDT_ERR_SHAPE, "cache.page_size");
+  }
+  for (const int32_t layers : {0, -1, 2}) {
+    VerifyAttnCall call;
+    call.cache.num_layers = layers;
+    expect_refused(call, KDT_ERR_SHAPE, "cache.num_layers");
+  }
+  for (const int32_t width : {0, -1, 575}) {
+    VerifyAttnCall call;
+    call.cache.row_width = width;
+    expect_refused(call, KDT_ERR_SHAPE, "cache.row_width");
+  }
+  VerifyAttnCall call;
+  void* layers[] = {call.rows.data()};
+  call.cache.data = nullptr;
+  call.cache.layer_data = layers;
+  expect_refused(call, KDT_ERR_UNSUPPORTED, "cache.layer_data");
+  call.cache.layer_data = nullptr;
+  expect_refused(call, KDT_ERR_NULL_POINTER, "cache");
+}
+
+TEST_F(Calling, VerifyAttnContiguousCacheMayHaveAnyRows) {
+  for (const int32_t rows : {0, 1, 2, 3}) {
+    VerifyAttnCall call;
+    call.cache.block_table = nullptr;
+    call.cache.num_pages = kB;
+    call.cache.page_size = rows;
+    call.cache.page_stride = VerifyAttnCall::kPage * 2;
+    EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
+  }
+  VerifyAttnCall call;
+  call.cache.block_table = nullptr;
+  call.cache.num_pages = kB - 1;
+  expect_refused(call, KDT_ERR_SHAPE, "cache.num_pages");
+}
+
+TEST_F(Calling, VerifyAttnWantsTheTreesBatchAndNoMoreQueriesThanSlots) {
+  VerifyAttnCall call;
+  for (const int32_t b : {kB - 1, kB + 1}) {
+    call.tree.batch_size = b;
+    expect_refused(call, KDT_ERR_SHAPE, "tree.batch_size");
+  }
+  call.tree.batch_size = kB;
+  call.tree.num_slots = VerifyAttnCall::kQ - 1;
+  call.tree.visibility_stride = 0;
+  expect_refused(call, KDT_ERR_SHAPE, "num_queries");
+}
+
+TEST_F(Calling, MergeAttnStatesDtypes) {
+  for (const int32_t dtype : {0, 1, 5, -1, INT32_MAX}) {
+    for (const auto& [field, name] : {std::pair{&kdt_merge_attn_states_params::a_dtype, "a_dtype"},
+                                      std::pair{&kdt_merge_attn_states_params::b_dtype, "b_dtype"},
+                                      std::pair{&kdt_merge_attn_states_params::out_dtype, "out_dtype"}}) {
+      MergeAttnStatesCall call;
+      call.p.*field = dtype;
+      expect_refused(call, KDT_ERR_UNSUPPORTED, name);
+    }
+  }
+}
+
+// In place over b: the same address, strides and dtype. Whatever differs makes it an overlap like any other.
+TEST_F(Calling, MergeAttnStatesInPlace) {
+  struct InPlace : MergeAttnStatesCall {
+    InPlace() {
+      p.out = b.data();
+      p.out_row_stride = p.b_row_stride;
+      p.out_head_stride = p.b_head_stride;
+      p.lse = b_lse.data();
+      p.lse_row_stride = p.b_lse_row_stride;
+      p.lse_head_stride = p.b_lse_head_stride;
+    }
+  };
+  InPlace both;
+  EXPECT_EQ(run(both), KDT_OK) << kdt_last_error();
+  EXPECT_FALSE(both.b.unchanged());
+  EXPECT_TRUE(both.b.guards_intact());
+  EXPECT_TRUE(both.out.unchanged());
+  EXPECT_EQ(both.b.values()[0], 1.5f);
+
+  const auto refused = [&](const char* argument, auto change) {
+    InPlace call;
+    change(call.p);
+    expect_refused(call, KDT_ERR_OVERLAP, argument);
+  };
+  using P = kdt_merge_attn_states_params;
+  refused("out", [](P& p) { p.out = static_cast<float*>(p.out) + 1; });
+  refused("out", [](P& p) { p.out = static_cast<float*>(p.out) - 1; });
+  refused("out", [](P& p) { ++p.out_row_stride; });
+  refused("out", [](P& p) { ++p.out_head_stride; });
+  refused("out", [](P& p) { p.out_dtype = KDT_BF16; });
+  refused("lse", [](P& p) { ++p.lse; });
+  refused("lse", [](P& p) { --p.lse; });
+  refused("lse", [](P& p) { ++p.lse_row_stride; });
+  refused("lse", [](P& p) { ++p.lse_head_stride; });
+  refused("lse", [](P& p) { p.lse = static_cast<float*>(p.out); });
+  refused("out", [](P& p) { p.a = p.b, p.a_dtype = KDT_F32; });  // over a side that is a in another layout
+  refused("out", [](P& p) { p.num_live = static_cast<const int32_t*>(p.out); });
 }
 
 // ---- Contexts, devices, errors ---------------------------------------------------------------------

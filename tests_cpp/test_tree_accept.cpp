@@ -92,39 +92,34 @@ void expect_accepted(const kdt_context* context, const Inputs& in, const Accepte
   }
 }
 
-class TreeAcceptCases : public testing::TestWithParam<Case> {};
-INSTANTIATE_TEST_SUITE_P(Reference, TreeAcceptCases, testing::ValuesIn(cases_of("tree_accept")), case_name);
+KDT_CASES(TreeAcceptCases, "tree_accept");
 
 TEST_P(TreeAcceptCases, EqualsReferenceInEveryBit) {
-  const Case& c = GetParam();
-  const auto slots = c.get<int32_t>("in.tokens");
-  const auto optional = [&](const char* role, int64_t times) -> std::optional<Ints> {
-    const auto found = c.find<int32_t>(role);
-    return found ? std::optional(tiled(found->data, times)) : std::nullopt;
-  };
-  const bool ends_early = c.has("in.num_live");
-  for (const Variant& variant : kVariants) {
+  const Case c(GetParam());
+  const auto slots = c.get<int32_t>("in/tree.tokens");
+  const auto num_live = c.optional_ints("in/num_live");
+  const int32_t max_len = c.integer_or("max_len", static_cast<int32_t>(slots.dims[1]));
+  for (const Variant& variant : variants_of(false)) {
     SCOPED_TRACE(to_string(variant));
-    const int32_t max_len = c.scalar("in.max_len");
     const int64_t wanted = variant.num_threads * int64_t{1 + 65536 / (max_len + 64)};  // cpu/tree_accept.cpp
-    const int64_t times = variant.many_requests && !ends_early ? wanted / slots.dims[0] + 1 : 1;
-    const auto ints = [&](const char* role) { return tiled(c.get<int32_t>(role).data, times); };
+    const int64_t times = variant.many_requests && !num_live ? wanted / slots.dims[0] + 1 : 1;
+    const auto ints = [&](const char* role) { return tiled(c.ints(role), times); };
     const Inputs in = {static_cast<int32_t>(slots.dims[0] * times),
                        static_cast<int32_t>(slots.dims[1]),
-                       ints("in.tokens"),
-                       ints("in.first_child"),
-                       ints("in.next_sibling"),
-                       ints("in.node_count"),
-                       ints("in.target_tokens"),
-                       optional("in.max_tokens", times),
-                       optional("in.stop_tokens", 1),
-                       optional("in.num_live", 1),
+                       ints("in/tree.tokens"),
+                       ints("in/tree.first_child"),
+                       ints("in/tree.next_sibling"),
+                       ints("in/tree.node_count"),
+                       ints("in/target_tokens"),
+                       tiled(c.optional_ints("in/max_tokens"), times),
+                       c.integers("stop_tokens"),
+                       num_live,
                        max_len};
-    const Accepted expected = {ints("out.tokens"),     ints("out.token_count"), ints("out.accept_index"),
-                               ints("out.accept_len"), ints("out.next_root"),   ints("out.finished"),
-                               ints("out.status")};
+    const Accepted expected = {ints("out/tokens"),     ints("out/token_count"), ints("out/accept_index"),
+                               ints("out/accept_len"), ints("out/next_root"),   ints("out/finished"),
+                               ints("out/status")};
     const TestContext context(variant.num_threads);
-    for (int run = 0; run < 2; ++run) expect_accepted(context, in, expected, variant.slack, variant.with_status);
+    expect_accepted(context, in, expected, variant.slack, variant.with_status);
   }
 }
 

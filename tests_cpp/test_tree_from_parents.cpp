@@ -45,31 +45,28 @@ void convert(const kdt_context* context, const Inputs& in, TreeBuffers* out, int
   }
 }
 
-class TreeFromParentsCases : public testing::TestWithParam<Case> {};
-INSTANTIATE_TEST_SUITE_P(Reference, TreeFromParentsCases, testing::ValuesIn(cases_of("tree_from_parents")),
-                         case_name);
+KDT_CASES(TreeFromParentsCases, "tree_from_parents");
 
 TEST_P(TreeFromParentsCases, EqualsReferenceInEveryBit) {
-  const auto tokens = GetParam().get<int32_t>("in.tokens");
-  const auto num_live = GetParam().find<int32_t>("in.num_live");
-  const TreeValues expected = TreeValues::of(GetParam());
-  for (const Variant& variant : kVariants) {
+  const Case c(GetParam());
+  const auto tokens = c.get<int32_t>("in/tokens");
+  const auto num_live = c.optional_ints("in/num_live");
+  const TreeValues expected = TreeValues::of(c, "out/");
+  for (const Variant& variant : variants_of(false)) {
     SCOPED_TRACE(to_string(variant));
     const int64_t wanted = variant.num_threads * (1 + 2048 / tokens.dims[1]);  // cpu/tree_from_parents.cpp
     const int64_t times = variant.many_requests && !num_live ? wanted / tokens.dims[0] + 1 : 1;
-    Inputs in = {static_cast<int32_t>(tokens.dims[0] * times),
-                 static_cast<int32_t>(tokens.dims[1]),
-                 tiled(tokens.data, times),
-                 tiled(GetParam().get<int32_t>("in.parents").data, times),
-                 tiled(GetParam().get<int32_t>("in.node_counts").data, times),
-                 tiled(GetParam().get<int32_t>("in.prefix_lens").data, times),
-                 num_live ? std::optional(num_live->data) : std::nullopt};
+    const Inputs in = {static_cast<int32_t>(tokens.dims[0] * times),
+                       static_cast<int32_t>(tokens.dims[1]),
+                       tiled(tokens.data, times),
+                       tiled(c.ints("in/parents"), times),
+                       tiled(c.ints("in/node_counts"), times),
+                       tiled(c.ints("in/prefix_lens"), times),
+                       num_live};
     const TestContext context(variant.num_threads);
-    for (int run = 0; run < 2; ++run) {
-      TreeBuffers out(in.batch_size, in.num_slots, variant.slack, variant.with_status);
-      convert(context, in, &out, variant.slack);
-      out.expect(expected.repeated(times));
-    }
+    TreeBuffers out(in.batch_size, in.num_slots, variant.slack, variant.with_status);
+    convert(context, in, &out, variant.slack);
+    out.expect(expected.repeated(times));
   }
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "fixture.hpp"
@@ -35,22 +36,19 @@ struct TreeValues {
   std::vector<uint64_t> visibility;
   std::vector<int32_t> node_count, status;
 
-  static TreeValues of(const Case& c) {
-    const auto ints = [&](const char* field) { return c.get<int32_t>("out." + std::string(field)).data; };
-    TreeValues v;
-    v.tokens = ints("tokens");
-    v.parents = ints("parents");
-    v.first_child = ints("first_child");
-    v.next_sibling = ints("next_sibling");
-    v.depths = ints("depths");
-    v.positions = ints("positions");
-    v.log_probs = c.get<float>("out.log_probs").data;
-    v.node_count = ints("node_count");
-    v.status = ints("status");
-    const int64_t num_slots = c.get<int32_t>("out.tokens").dims[1];
-    const auto visibility = c.find<uint64_t>("out.visibility");
-    v.visibility = visibility ? visibility->data : visibility_of(v.parents, v.node_count, num_slots);
-    return v;
+  // A fixture's arrays named PREFIX + field.
+  static TreeValues of(const Case& c, const std::string& prefix) {
+    const auto ints = [&](const char* field) { return c.ints(prefix + field); };
+    return {ints("tokens"),
+            ints("parents"),
+            ints("first_child"),
+            ints("next_sibling"),
+            ints("depths"),
+            ints("positions"),
+            c.get<float>(prefix + "log_probs").data,
+            c.get<uint64_t>(prefix + "visibility").data,
+            ints("node_count"),
+            ints("status")};
   }
 
   TreeValues repeated(int64_t times) const {

@@ -514,8 +514,8 @@ KDT_API int32_t kdt_topk_merge(const kdt_context* context, const kdt_topk_merge_
  * argmax: the most likely token of each row; of equal logits (+0 = -0) the lowest id.
  *
  * values, for joining shards: the largest logit; NaN when the row has a NaN, -inf when it has no logit.
- * A row with a NaN, or without any finite logit, is ROW_INVALID: token -1.
- * Dead rows: token -1, value -inf, status 0.
+ * A row with a NaN, or without any finite logit (+inf is none), is ROW_INVALID: token -1. So the shards of a row
+ * with a +inf cannot be joined. Dead rows: token -1, value -inf, status 0.
  */
 typedef struct kdt_argmax_params {
   size_t struct_size;
@@ -552,10 +552,10 @@ KDT_API int32_t kdt_argmax(const kdt_context* context, const kdt_argmax_params* 
  *     g       = -log(-log((x + 0.5) / 2^32))
  * Implementations may differ only where the two best scores are within 1e-5 * max(1, max|logit| / temperature).
  *
- * temperature 0: argmax. +inf: uniform over the finite logits. +inf logits: the lowest such id. A temperature that
- * is negative or NaN, a NaN logit, or no finite logit: ROW_INVALID, token -1.
- * values: the winning score as float32 (at temperature 0 the largest logit), for joining shards; as for argmax in
- * rows that are invalid or dead. Dead rows: token -1, status 0.
+ * A temperature that is negative or NaN, a NaN logit, or no finite logit: ROW_INVALID, token -1. Else, +inf logits:
+ * the lowest such id. temperature 0: argmax. +inf: uniform over the finite logits. values: the winning score as
+ * float32 (+-inf beyond its range; at temperature 0 the largest logit), for joining shards; as for argmax in rows
+ * that are invalid or dead. Dead rows: token -1, status 0.
  */
 typedef struct kdt_sample_params {
   size_t struct_size;
@@ -597,7 +597,8 @@ enum { KDT_LSE_NATURAL = 0, KDT_LSE_BASE2 = 1 };
  * prefix_len + j is slot j of the tree, for j < node_count: query i sees it iff bit j of visibility row i is set.
  * Without visibility, query i sees slots 0..i; without node_count, there are Q. So Q = 1 without a tree is plain
  * decode, and kv_starts = prefix_lens is the tree alone, to be merged with another kernel's prefix.
- * Query i >= node_count, and a query that sees nothing: out 0, lse -inf.
+ * Query i >= node_count, and a query that sees nothing: out 0, lse -inf. A query that sees a NaN, or scores of
+ * -inf only: NaN. Products and sums are float32 before the scale, so <q, k> has to stay within its range.
  * What no query of a request may see never matters: neither values (NaN) nor page ids there.
  *
  * status: CLAMPED when a number was out of range and clamped: node_count to 0..Q; prefix_len to 0..C - node_count
@@ -606,7 +607,7 @@ enum { KDT_LSE_NATURAL = 0, KDT_LSE_BASE2 = 1 };
  * Dead requests: out 0, lse -inf, status 0.
  *
  * Accumulation is float32 or better. Against float64, ||out - ref|| / ||ref|| <= 1e-5 (f32), 2.5e-3 (bf16), 6e-4
- * (f16), and lse within 1e-5 + 1e-6 |lse|.
+ * (f16) over the output of a request, and lse within 1e-5 + 1e-6 |lse|; plans/0003-numerics.md has the conditions.
  */
 typedef struct kdt_verify_attn_params {
   size_t struct_size;

@@ -26,6 +26,8 @@ from .types import Accepted, Tree
 DATA = Path(__file__).resolve().parent / "data"
 KIMI_SCALE = 0.144679626
 """192^-0.5 (0.1 ln 64 + 1)^2, Kimi K2.x"""
+I32_MIN, I32_MAX = -(2**31), 2**31 - 1
+NAN, INF = float("nan"), float("inf")
 
 Arguments = dict[str, Any]
 Results = dict[str, Any]
@@ -214,6 +216,63 @@ def build_truncated(rng: np.random.Generator) -> Arguments:
     return arguments
 
 
+def build_faults(**options: Any) -> Callable[[np.random.Generator], Arguments]:
+    """One fault a request in the middle of three rows, unless its place is given: (row, ranks, log-prob, id)."""
+    end = slice(3, None)
+    faults: list[list[tuple[int, int | slice, float | None, int | None]]] = [
+        [],
+        [(1, 2, NAN, None)],
+        [(1, 0, NAN, None)],
+        [(0, 0, NAN, None)],
+        [(2, 4, NAN, None)],
+        [(1, 0, INF, None)],
+        [(1, 0, 1e-45, None)],  # positive
+        [(1, 3, -0.0, None)],  # larger than the one before it
+        [(1, 2, None, -1)],
+        [(1, 2, None, I32_MIN)],
+        [(1, 2, None, 999)],  # the last id of a vocabulary of 1000
+        [(1, 2, None, 1000)],
+        [(1, 2, None, I32_MAX)],
+        [(1, end, -INF, None)],  # not padding: the ids are good
+        [(1, end, None, -1)],  # nor is this
+        [(1, end, -INF, -2)],
+        [(1, end, NAN, -1)],
+        [(1, end, -INF, -1)],  # padding
+        [(1, slice(None), -INF, -1)],
+        [(1, slice(3, 5), -INF, -1)],  # padding, and then an entry
+        [(1, end, -INF, -1), (1, 5, -INF, 7)],
+    ]
+
+    def make(rng: np.random.Generator) -> Arguments:
+        arguments = build(1, 3, 6, 14, "smooth")(rng)
+        for name in ("log_probs", "token_ids", "root_tokens", "prefix_lens"):
+            arguments[name] = np.repeat(arguments[name], len(faults), axis=0)
+        for b, entries in enumerate(faults):
+            for row, ranks, log_prob, token in entries:
+                if log_prob is not None:
+                    arguments["log_probs"][b, row, ranks] = log_prob
+                if token is not None:
+                    arguments["token_ids"][b, row, ranks] = token
+        per_request = {n: np.full(len(faults), v, np.int32) for n, v in options.items() if n != "vocab_size"}
+        return {**arguments, **options, **per_request}
+
+    return make
+
+
+def build_dead(rng: np.random.Generator) -> Arguments:
+    """Everything in a dead request is garbage."""
+    arguments = build(3, 3, 4, 10, budgets=i32(5, 10, -7), max_depths=i32(3, 3, 99), num_live=i32(2))(rng)
+    arguments["log_probs"][2], arguments["token_ids"][2] = NAN, I32_MIN
+    arguments["root_tokens"][:2], arguments["prefix_lens"][2] = [0, -5], -1
+    return arguments
+
+
+def build_equal_ids(rng: np.random.Generator) -> Arguments:
+    """Every candidate is token 0."""
+    arguments = build(1, 3, 4, 20)(rng)
+    return {**arguments, "token_ids": np.zeros_like(arguments["token_ids"])}
+
+
 def build_worked(rows: list[list[float]], budget: int) -> Callable[[np.random.Generator], Arguments]:
     def make(_rng: np.random.Generator) -> Arguments:
         log_probs = np.array([rows], np.float32)
@@ -239,8 +298,13 @@ def build_trace(budget: int, steps: int) -> Callable[[np.random.Generator], Argu
     return make
 
 
-def random_parents(rng: np.random.Generator, count: int) -> Any:
-    return np.array([-1, *(int(rng.integers(max(0, i - 6), i)) for i in range(1, count))], np.int32)
+def parents_of(rng: np.random.Generator, count: int, shape: str) -> Any:
+    """Parents of a chain, a star, or a random tree whose links reach 2, 6 or 40 slots back."""
+    reach = {"chain": 1, "narrow": 2, "random": 6, "wide": 40, "star": count}[shape]
+    slots = range(1, count)
+    if shape == "star":
+        return np.array([-1, *(0 for _ in slots)], np.int32)
+    return np.array([-1, *(int(rng.integers(max(0, i - reach), i)) for i in slots)], np.int32)
 
 
 def closure(parents: Any) -> Any:
@@ -251,48 +315,117 @@ def closure(parents: Any) -> Any:
     return mask
 
 
-def tree_arrays(rng: np.random.Generator, num_slots: int, counts: list[int]) -> tuple[Any, Any]:
+def tree_arrays(rng: np.random.Generator, num_slots: int, counts: list[int], shape: str) -> tuple[Any, Any]:
     """tokens and parents; slots from the count on hold garbage."""
     parents = rng.integers(-99, 2000, (len(counts), num_slots), dtype=np.int32)
     for b, count in enumerate(counts):
-        parents[b, :count] = random_parents(rng, count)
+        parents[b, :count] = parents_of(rng, count, shape)[:count]
     return rng.integers(0, 100, parents.shape, dtype=np.int32), parents
 
 
-def from_parents(num_slots: int, counts: list[int], chain: bool = False) -> Callable[[np.random.Generator], Arguments]:
+def from_parents(
+    num_slots: int, counts: list[int], shape: str = "random", **options: Any
+) -> Callable[[np.random.Generator], Arguments]:
     def make(rng: np.random.Generator) -> Arguments:
-        tokens, parents = tree_arrays(rng, num_slots, counts)
-        if chain:
-            parents[:] = np.arange(-1, num_slots - 1)
+        tokens, parents = tree_arrays(rng, num_slots, counts, shape)
         lens = rng.integers(0, 1000, len(counts), dtype=np.int32)
-        return {"tokens": tokens, "parents": parents, "node_counts": i32(*counts), "prefix_lens": lens}
+        return {"tokens": tokens, "parents": parents, "node_counts": i32(*counts), "prefix_lens": lens, **options}
 
     return make
 
 
+SOUND = [-1, 0, 0, 1, 1, 2, 5, 4]
+"""Parents of a small tree that the malformed ones are made from."""
+
+
 def malformed_parents(rng: np.random.Generator) -> Arguments:
-    arguments = from_parents(9, [9] * 10)(rng)
-    parents = arguments["parents"]
-    parents[0, 0], parents[1, 3], parents[2, 4], parents[3, 5], parents[4, 1] = 0, 3, 7, -1, 2**31 - 1
-    arguments["node_counts"][5:8] = [-1, 10, 0]
-    arguments["prefix_lens"][8:] = [-1, 2**31 - 1]
+    """A fault each; the first and the last request are sound."""
+    changes: list[tuple[int, ...]] = [
+        (),
+        (3, 3),  # itself
+        (3, 4, 4, 3),  # a cycle
+        (2, 5),  # forward
+        (4, -1),  # a second root
+        (7, I32_MIN),
+        (7, 8),  # beyond the slots
+        (1, I32_MAX),
+        (0, 0),
+        (0, -2),
+        (0, 3),
+        (),
+    ]
+    arguments = from_parents(8, [8] * len(changes))(rng)
+    arguments["parents"][:] = SOUND
+    for b, change in enumerate(changes):
+        arguments["parents"][b, list(change[::2])] = change[1::2]
+    return arguments
+
+
+NODE_COUNTS = i32(8, 9, -1, I32_MIN, I32_MAX, 0, 1, 8)
+LENS_AT_LIMITS = i32(0, -1, I32_MIN, I32_MAX, I32_MAX - 12, I32_MAX - 13, I32_MAX - 11)
+
+
+def parents_counts(rng: np.random.Generator) -> Arguments:
+    arguments = from_parents(8, [8] * 8, node_counts=NODE_COUNTS)(rng)
+    arguments["parents"][:] = SOUND
+    arguments["prefix_lens"][[3, 6]] = [-8, I32_MAX]
     return arguments
 
 
 def from_visibility(
-    num_slots: int, counts: list[int], damage: bool = False
+    num_slots: int, counts: list[int], shape: str = "random", damage: bool = False, **options: Any
 ) -> Callable[[np.random.Generator], Arguments]:
     def make(rng: np.random.Generator) -> Arguments:
-        tokens, parents = tree_arrays(rng, num_slots, counts)
+        tokens, parents = tree_arrays(rng, num_slots, counts, shape)
         mask = rng.random((len(counts), num_slots, num_slots)) < 0.5
         for b, count in enumerate(counts):
             mask[b, :count, :count] = closure(parents[b, :count])
             if damage and b % 2:
                 mask[b, rng.integers(0, count), rng.integers(0, count)] ^= True
         lens = rng.integers(0, 1000, len(counts), dtype=np.int32)
-        return {"visibility": mask, "tokens": tokens, "node_counts": i32(*counts), "prefix_lens": lens}
+        return {"visibility": mask, "tokens": tokens, "node_counts": i32(*counts), "prefix_lens": lens, **options}
 
     return make
+
+
+def malformed_masks(rng: np.random.Generator) -> Arguments:
+    """Entries turned over, a fault a request; the first is sound. Then masks that are empty and full."""
+    faults: list[list[tuple[int, int]]] = [
+        [],
+        [(4, 4)],  # the diagonal
+        [(0, 0)],
+        [(3, 6)],  # above it
+        [(0, 7)],
+        [(4, 0)],  # the root
+        [(6, 2)],  # an ancestor too few
+        [(6, 1)],  # and too many
+        [(6, 4)],
+        [(1, 0)],  # a second root
+        [(4, 0), (4, 1), (4, 4)],  # an empty row
+    ]
+    arguments = from_visibility(8, [8] * (len(faults) + 2))(rng)
+    mask = arguments["visibility"]
+    mask[:] = closure(SOUND)
+    for b, entries in enumerate(faults):
+        for i, j in entries:
+            mask[b, i, j] ^= True
+    mask[-2], mask[-1] = False, True
+    return arguments
+
+
+def malformed_far(rng: np.random.Generator) -> Arguments:
+    """Faults in another word of the row than the diagonal's; that of request 2 is beyond its nodes, so none."""
+    arguments = from_visibility(70, [70, 70, 69], "chain")(rng)
+    mask = arguments["visibility"]
+    mask[0, 68, 3], mask[1, 20, 69], mask[2, 69, 64] = False, True, False
+    return arguments
+
+
+def visibility_counts(rng: np.random.Generator) -> Arguments:
+    arguments = from_visibility(8, [8] * 8, node_counts=NODE_COUNTS)(rng)
+    arguments["visibility"][:] = closure(SOUND)
+    arguments["prefix_lens"][[3, 6]] = [-8, I32_MAX]
+    return arguments
 
 
 def drafted_tree(rng: np.random.Generator, batch_size: int, budget: int, depth: int = 15, **options: Any) -> Tree:
@@ -340,6 +473,99 @@ def accept_hostile(rng: np.random.Generator) -> Arguments:
     return arguments
 
 
+SPELLED = {0: 10, 1: 12, 3: 16, 7: 60}
+"""Targets that accept 0-1-3-7 of the eight-slot tree below, 60 being the bonus."""
+
+
+def eight_slots(batch_size: int, tokens: tuple[int, ...] = (90, 10, 11, 12, 13, 14, 15, 16)) -> Tree:
+    """The paths 0-1-3-7, 0-1-4 and 0-2-5-6."""
+    parents = np.tile(i32(-1, 0, 0, 1, 1, 2, 5, 3), (batch_size, 1))
+    counts, lens = np.full(batch_size, 8, np.int32), np.zeros(batch_size, np.int32)
+    return reference.tree_from_parents(np.tile(i32(*tokens), (batch_size, 1)), parents, counts, lens)
+
+
+def walk(
+    targets: dict[int, int], batch_size: int = 1, change: Callable[[Tree, Any], None] | None = None, **options: Any
+) -> Callable[[np.random.Generator], Arguments]:
+    """Targets by slot, 50 elsewhere, which matches nothing; then `change` of the tree and the targets."""
+
+    def make(_rng: np.random.Generator) -> Arguments:
+        tree = eight_slots(batch_size)
+        target_tokens = np.full((batch_size, 8), 50, np.int32)
+        for slot, target in targets.items():
+            target_tokens[:, slot] = target
+        if change is not None:
+            change(tree, target_tokens)
+        return {"tree": tree, "target_tokens": target_tokens, **options}
+
+    return make
+
+
+def same_tokens(tree: Tree, targets: Any) -> None:
+    tree.tokens[:], targets[:] = 5, 5
+
+
+def token_zero(tree: Tree, targets: Any) -> None:
+    tree.tokens[:], targets[:] = [0, 0, 0, 0, 1, 0, 0, 0], 0
+
+
+def negative_targets(_tree: Tree, targets: Any) -> None:
+    for b, (slot, target) in enumerate(((0, -1), (1, -2), (3, I32_MIN), (7, -1), (2, -1), (0, -1))):
+        targets[b, slot] = target
+
+
+def negative_token(tree: Tree, _targets: Any) -> None:
+    tree.tokens[0, 1] = -1  # a target < 0 matches nothing, not even itself
+
+
+def odd_counts(tree: Tree, _targets: Any) -> None:
+    tree.node_count[:] = [8, 0, 1, 3, 7, 9, -1, I32_MIN, I32_MAX]
+
+
+BAD_LINKS = (
+    *(("first_child", 0, link) for link in (0, -2, I32_MIN, I32_MAX, 8)),
+    *(("first_child", slot, link) for slot, link in ((1, 1), (1, 0), (3, 2), (7, 8), (6, 0))),
+    *(("next_sibling", slot, link) for slot, link in ((1, 1), (2, 1), (2, 0), (2, 8), (1, I32_MIN), (4, 3), (5, 6))),
+)
+
+
+def bad_links(tree: Tree, _targets: Any) -> None:
+    """One a request; the last is sound."""
+    for b, (array, slot, link) in enumerate(BAD_LINKS):
+        getattr(tree, array)[b, slot] = link
+
+
+def bad_links_below(tree: Tree, targets: Any) -> None:
+    bad_links(tree, targets)
+    tree.node_count[:] = 7  # so slot 7 is beyond
+
+
+def linked(
+    tokens: list[int], first_child: list[int], next_sibling: list[int], targets: list[list[int]]
+) -> Callable[[np.random.Generator], Arguments]:
+    """A tree of hand-made links, the same for each row of targets."""
+
+    def make(_rng: np.random.Generator) -> Arguments:
+        tree = Tree.empty(len(targets), len(tokens))
+        tree.tokens[:], tree.first_child[:], tree.next_sibling[:] = tokens, first_child, next_sibling
+        tree.node_count[:] = len(tokens)
+        return {"tree": tree, "target_tokens": np.array(targets, np.int32)}
+
+    return make
+
+
+def accept_random(**options: Any) -> Callable[[np.random.Generator], Arguments]:
+    """Few tokens, so that random targets often agree."""
+
+    def make(rng: np.random.Generator) -> Arguments:
+        arguments = build(12, 6, 6, 40)(rng)
+        arguments["token_ids"] %= 4
+        targets = rng.integers(0, 4, (12, 41), dtype=np.int32)
+        return {"tree": reference.tree_build(**arguments), "target_tokens": targets, **options}
+
+    return make
+
+
 def path_of(rng: np.random.Generator, num_slots: int, lengths: list[int], max_len: int) -> Accepted:
     """Ascending random paths from the root."""
     accepted = Accepted.empty(len(lengths), max_len, num_slots)
@@ -381,6 +607,57 @@ def compact(
     return make
 
 
+PATHS = [[0, 1, 2], [0, 2, 5, 9], [0], [], [0, 1, 4, 15], [1, 2, 3], [5, 6, 7, 8, 9, 10], [15]]
+PATH_LENS = [0, 1, 2, 3, 5, 6, 7, 8]
+BAD_PATHS = [
+    [0, 2, 3],  # sound
+    [0, 2, 2],
+    [0, 3, 2],
+    [-1, 2, 3],
+    [I32_MIN, 1, 2],
+    [0, 2, 16],  # N
+    [0, 2, I32_MAX],
+    [0, 1, -1],
+    [0, 1, 15],  # sound
+]
+
+
+def moves(
+    paths: list[list[int]],
+    lens: list[int],
+    shape: tuple[int, ...],
+    table: int = 0,
+    *,
+    dtype: str = "uint16",
+    num_slots: int = 16,
+    max_len: int = 8,
+    accept_lens: list[int] | None = None,
+    destination: bool = False,
+    page: int | None = None,
+    **options: Any,
+) -> Callable[[np.random.Generator], Arguments]:
+    """Given paths in a cache of `shape`, paged with `table` columns a request. `page` is put in some of its entries."""
+
+    def make(rng: np.random.Generator) -> Arguments:
+        accepted = Accepted.empty(len(paths), max_len, num_slots)
+        for b, path in enumerate(paths):
+            accepted.accept_index[b, : len(path)] = path
+        accepted.accept_len[:] = [len(path) for path in paths] if accept_lens is None else accept_lens
+        arguments: Arguments = {"accepted": accepted, "prefix_lens": i32(*lens)}
+        if table:
+            pages = rng.permutation(shape[-3])[: len(paths) * table].astype(np.int32).reshape(len(paths), table)
+            if page is not None:
+                pages[0, 0] = pages[1, 1] = pages[2, 2] = pages[3, 0] = page
+            arguments["block_table"] = pages
+        high = np.iinfo(np.dtype(dtype)).max
+        arguments["cache"] = rng.integers(0, high, shape, dtype=np.dtype(dtype))
+        if destination:
+            arguments["out"] = rng.integers(0, high, shape, dtype=np.dtype(dtype))
+        return {**arguments, **options}
+
+    return make
+
+
 def compact_bad(rng: np.random.Generator) -> Arguments:
     arguments = compact(16, [5] * 8, width=8)(rng)
     accepted = arguments["accepted"]
@@ -410,7 +687,9 @@ def vocabulary(
     return make
 
 
-def shards(num_shards: int, rows: int, vocab_size: int, k: int) -> Callable[[np.random.Generator], Arguments]:
+def shards(
+    num_shards: int, rows: int, vocab_size: int, k: int, **options: Any
+) -> Callable[[np.random.Generator], Arguments]:
     """The raw top-k of a tied vocabulary's shards; row 0 has a NaN, row 1 nothing finite, shard 0 of row 2 neither."""
 
     def make(rng: np.random.Generator) -> Arguments:
@@ -425,13 +704,13 @@ def shards(num_shards: int, rows: int, vocab_size: int, k: int) -> Callable[[np.
             for s in range(num_shards)
         ]
         values, ids, lse = (np.stack(arrays) for arrays in zip(*parts, strict=True))
-        return {"logits": values, "token_ids": ids, "lse": lse}
+        return {"logits": values, "token_ids": ids, "lse": lse, **options}
 
     return make
 
 
 def sampling(
-    rows: int, vocab_size: int, dtype: str, kind: str = "smooth"
+    rows: int, vocab_size: int, dtype: str, kind: str = "smooth", **options: Any
 ) -> Callable[[np.random.Generator], Arguments]:
     def make(rng: np.random.Generator) -> Arguments:
         temperatures = np.resize(np.array([1.0, 0.6, 0.0, np.inf, 1e-30, 2.5, -1.0, np.nan], np.float32), rows)
@@ -443,6 +722,7 @@ def sampling(
             "seed": 2**63 + 12345,
             "positions": rng.integers(0, 2**31 - 1, rows, dtype=np.int32),
             "request_ids": rng.integers(-(2**63), 2**63 - 1, rows, dtype=np.int64),
+            **options,
         }
 
     return make
@@ -458,15 +738,20 @@ def attention(
     std: float = 1.0,
     tree: bool = True,
     poison: bool = False,
+    full: bool = False,
     **options: Any,
 ) -> Callable[[np.random.Generator], Arguments]:
-    """Random queries and cache; page_size 0 is contiguous. `poison` plants NaN in every row that nobody may see."""
+    """Random queries and cache; page_size 0 is contiguous.
+
+    `poison` plants NaN in every row that nobody may see; `full` makes every query a node (else counts vary).
+    """
 
     def make(rng: np.random.Generator) -> Arguments:
         batch_size = len(lens)
         rows = max(lens) + queries + 3
         q = as_dtype(rng.normal(0, std, (batch_size, queries, heads, 576)).astype(np.float32), dtype)
-        draft = drafted_tree(rng, batch_size, queries - 1, budgets=rng.integers(0, queries, batch_size, dtype=np.int32))
+        budgets = rng.integers(queries - 1 if full else 0, queries, batch_size, dtype=np.int32)
+        draft = drafted_tree(rng, batch_size, queries - 1, budgets=budgets)
         counts = draft.node_count if tree else np.full(batch_size, queries)
         arguments: Arguments = {"q": q, "tree": draft if tree else None, "prefix_lens": i32(*lens), "scale": KIMI_SCALE}
         logical = rng.normal(0, std, (batch_size, rows, 576)).astype(np.float32)
@@ -576,6 +861,25 @@ def step(batch_size: int, dtype: str) -> Callable[[np.random.Generator], Argumen
 # ---- The table ---------------------------------------------------------------------------------------------
 
 PREFIXES = (0, 1, 63, 64, 65, 2000)
+LIVE = {"none": i32(0), "two": i32(2), "all": i32(4), "above": i32(5), "most": i32(I32_MAX), "negative": i32(-1)}
+BUILD_LENS = i32(0, -1, I32_MIN, I32_MAX, I32_MAX - 9, I32_MAX - 10, I32_MAX - 8)
+SEEN = {"none": {}, "all": SPELLED, "middle": {0: 11, 2: 14}, "second_sibling": {0: 10, 1: 13, 4: 61}}
+STOPS = {
+    "first": [10],
+    "middle": [12],
+    "last_accepted": [16],
+    "bonus": [60],
+    "root_untested": [90],
+    "not_met": [1, 2, 3],
+    "two": [777, 16, 12],
+    "off_path": [11, 13],
+}
+SIZES = (1, 2, 32, 33, 63, 64, 65, 129)
+LIMITS = i32(I32_MIN, -1, 0, 1, 2, 3, 4, 5, I32_MAX)
+RANDOM_LIMITS = i32(-1, 0, 1, 2, 3, 4, 5, 3, 2, 4, 5, 1)
+FAULTY = len(BAD_LINKS) + 1
+PAGES = {"minus1": -1, "num_pages": 24, "int32_min": I32_MIN, "int32_max": I32_MAX}
+ROWS_BEYOND = [-1, -2, I32_MIN, I32_MAX, 26, 27, 28, 30]
 
 CASES: tuple[Case, ...] = (
     Case("topk_logprobs", "small", vocabulary(4, 100, "float32", k=10)),
@@ -589,10 +893,12 @@ CASES: tuple[Case, ...] = (
     Case("topk_logprobs", "v163840_f32", vocabulary(15, 163840, "float32", k=64), bench=True),
     Case("topk_logprobs", "v163840_bf16", vocabulary(15, 163840, "bfloat16", k=64), bench=True),
     *(Case("topk_merge", f"shards{s}", shards(s, 6, 4096, 32), bench=s == 8) for s in (1, 2, 4, 8)),
+    Case("topk_merge", "num_live", shards(3, 8, 300, 16, num_live=i32(3), rows_per_request=2)),
     Case("tree_build", "chain", build(2, 15, 1, 15, "smooth")),
     Case("tree_build", "underfull", build(2, 2, 2, 64)),
     Case("tree_build", "maxbudget", build(2, 15, 64, 64, "smooth")),
     Case("tree_build", "deep15", build(4, 15, 4, 64, "zeros")),
+    Case("tree_build", "batch1", build(1, 15, 64, 64), bench=True),
     Case("tree_build", "batch64", build(64, 15, 64, 64), bench=True),
     Case("tree_build", "ties", build(8, 15, 64, 64)),
     Case("tree_build", "depth1", build(2, 1, 64, 40)),
@@ -605,17 +911,57 @@ CASES: tuple[Case, ...] = (
     Case("tree_build", "truncated", build_truncated),
     Case("tree_build", "empty_batch", build(0, 4, 4, 8)),
     Case("tree_build", "no_rows", build(2, 0, 4, 8)),
+    Case("tree_build", "no_candidates", build_worked([[]] * 3, 8)),
+    *(Case("tree_build", f"budget{n}", build(1, 15, 16, n)) for n in (1, 63, 64, 65)),
+    Case("tree_build", "deep_chain", build_worked([[0.0, -9.0]] * 64, 100)),
+    Case("tree_build", "equal_ids", build_equal_ids),
+    Case("tree_build", "nearly_equal_sums", build_worked([[-0.1, -0.2, -0.3]] * 3, 39)),
+    Case("tree_build", "cancelled_low_bits", build_worked([[-1e8, -1e8], [-0.25, -0.5], [-1e-9, -2e-9]], 14)),
+    Case("tree_build", "tiny", build_worked([[-1e-45, -2e-45, -1.2e-38], [-1e-45, -1e-40, -1e-38]], 12)),
+    Case("tree_build", "below_float32", build_worked([[-3e38, -3.4e38]] * 4, 30)),
+    Case("tree_build", "negative_zero", build_worked([[0.0, -0.0, 0.0], [-0.0, 0.0, -0.0]], 12)),
+    Case("tree_build", "faults", build_faults()),
+    Case("tree_build", "faults_vocab1000", build_faults(vocab_size=1000)),
+    # A fault counts only above the request's own depth, even where the tree never gets there.
+    Case("tree_build", "faults_below_depth1", build_faults(max_depths=1)),
+    Case("tree_build", "faults_budget1", build_faults(budgets=1)),
+    Case("tree_build", "budgets", build(9, 4, 6, 20, budgets=i32(0, 1, 2, 19, 20, 21, -1, I32_MIN, I32_MAX))),
+    Case("tree_build", "max_depths", build(8, 4, 6, 20, max_depths=i32(0, 1, 3, 4, 5, -1, I32_MIN, I32_MAX))),
+    Case(
+        "tree_build",
+        "budgets_and_max_depths",
+        build(6, 5, 4, 30, budgets=i32(30, 7, 99, 0, 3, 30), max_depths=i32(5, 2, 9, 5, 0, -3)),
+    ),
+    Case("tree_build", "prefix_lens", build(7, 9, 4, 20, prefix_lens=BUILD_LENS)),
+    *(Case("tree_build", f"live_{name}", build(4, 3, 4, 10, num_live=live)) for name, live in LIVE.items()),
+    Case("tree_build", "dead_garbage", build_dead),
     Case("tree_build", "worked1", build_worked([[-1, -1]] * 3, 6)),
     Case("tree_build", "worked2", build_worked([[0, 0, 0]] * 2, 6)),
     Case("tree_build", "worked3", build_worked([[-1, -2]] * 2, 5)),
     Case("tree_build", "trace64", build_trace(64, 64), bench=True),
-    Case("tree_from_parents", "chain129", from_parents(129, [129, 33, 64], chain=True)),
+    *(Case("tree_from_parents", f"chain{n}", from_parents(n, [n], "chain")) for n in SIZES),
+    Case("tree_from_parents", "chains", from_parents(129, [129, 33, 64], "chain")),
+    Case("tree_from_parents", "star", from_parents(65, [65], "star")),
+    Case("tree_from_parents", "narrow", from_parents(66, [40, 54], "narrow")),
+    Case("tree_from_parents", "wide", from_parents(66, [10, 66], "wide")),
     Case("tree_from_parents", "random", from_parents(65, [65, 1, 2, 63, 64, 0]), bench=True),
     Case("tree_from_parents", "n1025", from_parents(1025, [1025, 1000])),
+    Case("tree_from_parents", "prefix_lens", from_parents(12, [12] * 7, prefix_lens=LENS_AT_LIMITS)),
     Case("tree_from_parents", "malformed", malformed_parents),
-    Case("tree_from_visibility", "random", from_visibility(65, [65, 1, 2, 63, 64]), bench=True),
+    Case("tree_from_parents", "node_counts", parents_counts),
+    *(Case("tree_from_parents", f"live_{n}", from_parents(9, [7, 2, 9, 1], num_live=v)) for n, v in LIVE.items()),
+    *(Case("tree_from_visibility", f"chain{n}", from_visibility(n, [n], "chain")) for n in SIZES),
+    Case("tree_from_visibility", "star", from_visibility(65, [65], "star")),
+    Case("tree_from_visibility", "narrow", from_visibility(66, [40, 54], "narrow")),
+    Case("tree_from_visibility", "wide", from_visibility(66, [10, 66], "wide")),
+    Case("tree_from_visibility", "random", from_visibility(65, [65, 1, 2, 63, 64, 0]), bench=True),
     Case("tree_from_visibility", "n129", from_visibility(129, [129, 128])),
+    Case("tree_from_visibility", "prefix_lens", from_visibility(12, [12] * 7, prefix_lens=LENS_AT_LIMITS)),
+    Case("tree_from_visibility", "malformed", malformed_masks),
+    Case("tree_from_visibility", "malformed_far", malformed_far),
     Case("tree_from_visibility", "damaged", from_visibility(20, [20] * 12, damage=True)),
+    Case("tree_from_visibility", "node_counts", visibility_counts),
+    *(Case("tree_from_visibility", f"live_{n}", from_visibility(9, [7, 2, 9, 1], num_live=v)) for n, v in LIVE.items()),
     Case("tree_accept", "all", accept(4, 64, [99])),
     Case("tree_accept", "none", accept(4, 64, [0])),
     Case("tree_accept", "middle", accept(8, 64, [1, 2, 3, 4])),
@@ -623,6 +969,54 @@ CASES: tuple[Case, ...] = (
     Case("tree_accept", "cap", accept(6, 64, [5], max_tokens=i32(1, 2, 3, 0, -1, 100))),
     Case("tree_accept", "max_len", accept(4, 64, [8], max_len=3)),
     Case("tree_accept", "hostile", accept_hostile),
+    *(Case("tree_accept", f"walk_{name}", walk(targets)) for name, targets in SEEN.items()),
+    *(Case("tree_accept", f"stop_{name}", walk(SPELLED, stop_tokens=stops)) for name, stops in STOPS.items()),
+    Case("tree_accept", "stop_token0", walk({0: 10, 1: 0}, stop_tokens=[0])),
+    Case("tree_accept", "token0", walk({}, change=token_zero)),
+    Case("tree_accept", "equal_siblings", walk({}, change=same_tokens)),
+    Case("tree_accept", "root_alone", linked([90], [-1], [-1], [[0]])),
+    *(Case("tree_accept", f"limits_len{m}", walk(SPELLED, 9, max_tokens=LIMITS, max_len=m)) for m in (1, 3, 4, 5, 11)),
+    *(
+        Case("tree_accept", f"limits_stop_len{m}", walk(SPELLED, 9, max_tokens=LIMITS, max_len=m, stop_tokens=[16]))
+        for m in (1, 3, 4, 5, 11)
+    ),
+    Case("tree_accept", "negative_targets", walk(SPELLED, 6, negative_targets)),
+    Case(
+        "tree_accept",
+        "negative_targets_limited",
+        walk(SPELLED, 6, negative_targets, max_tokens=i32(1, 1, 2, 3, 9, 0), max_len=3),
+    ),
+    Case("tree_accept", "negative_token", walk({0: -1}, change=negative_token)),
+    Case("tree_accept", "node_counts", walk(SPELLED, 9, odd_counts)),
+    *(
+        Case("tree_accept", f"live_{name}", walk(SPELLED, 4, num_live=live, max_tokens=i32(9, 0, 9, 9)))
+        for name, live in LIVE.items()
+    ),
+    Case("tree_accept", "bad_links_root", walk({}, FAULTY, bad_links)),
+    Case("tree_accept", "bad_links_whole", walk(SPELLED, FAULTY, bad_links)),
+    Case("tree_accept", "bad_links_second", walk({0: 11, 2: 14, 5: 15, 6: 13}, FAULTY, bad_links)),
+    Case("tree_accept", "bad_links_limited", walk(SPELLED, FAULTY, bad_links, max_tokens=np.full(FAULTY, 2, np.int32))),
+    Case("tree_accept", "bad_links_stop", walk(SPELLED, FAULTY, bad_links, stop_tokens=[10])),
+    Case("tree_accept", "bad_links_beyond", walk(SPELLED, FAULTY, bad_links_below)),
+    # Siblings in any order are followed as given; the bound on hops is N.
+    Case(
+        "tree_accept",
+        "descending_siblings",
+        linked([1, 2, 3, 4], [3, -1, -1, -1], [-1, -1, 1, 2], [[2, 9, 9, 9], [9, 9, 9, 9]]),
+    ),
+    Case(
+        "tree_accept",
+        "sibling_cycle",
+        linked([1, 2, 3, 4], [1, -1, -1, 3], [-1, 2, 3, 1], [[9, 9, 9, 9], [4, 9, 9, 9], [2, 9, 9, 9]]),
+    ),
+    # Lists that share slots: root 3-1-2, then 2: 4-3, five links in all. The sixth, to the match of 3, is one too many.
+    Case(
+        "tree_accept",
+        "links_used_up",
+        linked([90, 1, 2, 3, 4], [3, -1, 4, 4, -1], [-1, 2, -1, 1, 3], [[2, 9, 3, 4, 9], [2, 9, 9, 9, 9]]),
+    ),
+    Case("tree_accept", "random", accept_random()),
+    Case("tree_accept", "random_limited", accept_random(max_tokens=RANDOM_LIMITS, stop_tokens=[3], max_len=4)),
     Case("tree_accept", "batch64", accept(64, 64, [0, 1, 3, 5, 9]), bench=True),
     Case("kv_compact", "page1", compact(1, [5, 0, 1, 7])),
     Case("kv_compact", "page16", compact(16, [5, 16, 9])),
@@ -631,6 +1025,42 @@ CASES: tuple[Case, ...] = (
     Case("kv_compact", "contiguous", compact(0, [5, 16, 2], dtype="float16")),
     Case("kv_compact", "destination", compact(16, [5, 1, 0], layers=2, destination=True)),
     Case("kv_compact", "bad_paths", compact_bad),
+    *(
+        Case("kv_compact", name + "_to" * to, moves(PATHS, lens, shape, table, dtype=dtype, destination=to))
+        for to in (False, True)
+        for name, lens, shape, table, dtype in (
+            ("paths_page1", PATH_LENS, (194, 1, 5), 24, "uint8"),
+            ("paths_page3", PATH_LENS, (66, 3, 3), 8, "uint16"),
+            ("paths_page16", PATH_LENS, (18, 16, 2), 2, "uint32"),
+            ("paths_page64", [0, 39, 40, 41, 42, 43, 44, 45], (10, 64, 1), 1, "uint64"),
+            ("paths_layers", PATH_LENS, (3, 50, 4, 3), 6, "uint16"),
+        )
+    ),
+    *(Case("kv_compact", f"paths_{t}", moves(PATHS, PATH_LENS, (2, 8, 24, 1), dtype=t)) for t in ("uint8", "uint64")),
+    Case("kv_compact", "across_pages", moves([[0, 3, 5, 9, 12]], [60], (3, 64, 2), 2)),
+    Case("kv_compact", "shifted_by_one", moves([[0, *range(2, 32)]], [7], (1, 40, 2), num_slots=32, max_len=31)),
+    Case("kv_compact", "faults", moves(BAD_PATHS, [10] * 9, (9, 30, 3))),
+    Case("kv_compact", "faults_to", moves(BAD_PATHS, [10] * 9, (9, 30, 3), destination=True)),
+    Case(
+        "kv_compact",
+        "accept_lens",
+        moves([[0, 2, 3, 5, 6, 8, 9, 11]] * 8, [10] * 8, (8, 30, 3), accept_lens=[3, 8, 9, -1, I32_MIN, I32_MAX, 0, 4]),
+    ),
+    Case("kv_compact", "rows_beyond", moves([[0, 3]] * 8, ROWS_BEYOND, (8, 30, 3))),
+    Case("kv_compact", "no_path", moves([[]] * 4, [-1, I32_MIN, I32_MAX, 30], (4, 30, 3))),
+    Case("kv_compact", "rows_before", moves([[2, 3]] * 2, [-2, -1], (2, 30, 3))),
+    Case(
+        "kv_compact", "rows_beyond_table", moves([[0, 3]] * 8, [-1, 0, 8, 9, 10, 12, I32_MAX, I32_MIN], (24, 4, 3), 3)
+    ),
+    # The page is not met, met at a source (twice), at a target; other requests are sound.
+    *(
+        Case("kv_compact", f"page_id_{name}", moves([[0, 3]] * 8, [4, 1, 7, 3, 2, 2, 2, 2], (24, 4, 3), 3, page=page))
+        for name, page in PAGES.items()
+    ),
+    *(
+        Case("kv_compact", f"live_{name}", moves(BAD_PATHS, [10] * 9, (9, 30, 3), num_live=live))
+        for name, live in LIVE.items()
+    ),
     Case("kv_compact", "layers61", compact(64, [5], layers=61), bench=True),
     *(Case("verify_attn", f"heads{h}", attention(33, h, [200, 70])) for h in (8, 16, 64)),
     *(Case("verify_attn", f"prefix{n}", attention(17, 8, [n])) for n in PREFIXES),
@@ -644,21 +1074,26 @@ CASES: tuple[Case, ...] = (
     Case("verify_attn", "window_base2", attention(33, 8, [300, 64], kv_starts=i32(250, 64), lse_base="2")),
     Case("verify_attn", "poison", attention(40, 8, [130, 64, 1], page_size=16, poison=True)),
     Case("verify_attn", "poison_window", attention(9, 4, [130, 64], poison=True, kv_starts=i32(100, 64))),
-    Case("verify_attn", "budget256", attention(257, 2, [100], dtype="float32")),
+    Case("verify_attn", "budget256", attention(257, 2, [100], dtype="float32", full=True)),
+    Case("verify_attn", "budget1024", attention(1025, 1, [33], full=True)),
     Case("verify_attn", "one_head", attention(9, 1, [20])),
     Case("verify_attn", "heads128", attention(2, 128, [20])),
     Case("verify_attn", "clamped", attention_clamped),
     *(Case("verify_attn", f"real_layer{n}", attention_real(n)) for n in (0, 3, 7)),
-    Case("verify_attn", "q65_h8_2048", attention(65, 8, [2048], dtype="float32"), bench=True),
-    Case("verify_attn", "q65_h8_2048_bf16", attention(65, 8, [2048]), bench=True),
+    Case("verify_attn", "q65_h8_2048", attention(65, 8, [2048], dtype="float32", full=True), bench=True),
+    Case("verify_attn", "q65_h8_2048_bf16", attention(65, 8, [2048], full=True), bench=True),
     Case("merge_attn_states", "f32", states(12, 8, 512, "float32", "float32"), bench=True),
     Case("merge_attn_states", "bf16_f32", states(12, 8, 512, "bfloat16", "float32")),
     Case("merge_attn_states", "base2_f16", states(12, 3, 7, "float16", "float16", lse_base="2", out_dtype=np.float32)),
+    Case("merge_attn_states", "num_live", states(12, 2, 40, "float32", "float32", num_live=i32(3), rows_per_request=3)),
     Case("argmax", "ties", vocabulary(6, 3000, "bfloat16", "ties")),
     Case("argmax", "bad_rows", vocabulary(8, 333, "float32", "bad", id_offset=7)),
+    Case("argmax", "num_live", vocabulary(6, 64, "float16", num_live=i32(1), rows_per_request=3)),
     Case("argmax", "v163840", vocabulary(65, 163840, "bfloat16"), bench=True),
     Case("sample", "temperatures", sampling(16, 1000, "float32")),
     Case("sample", "bad_rows", sampling(8, 333, "float16", "bad")),
+    Case("sample", "id_offset", sampling(8, 500, "float32", id_offset=1_000_001)),
+    Case("sample", "num_live", sampling(8, 64, "float32", num_live=i32(1), rows_per_request=4)),
     Case("sample", "v163840", sampling(8, 163840, "bfloat16", "bench"), bench=True),
     Case("step", "f32", step(4, "float32")),
     Case("step", "bf16", step(4, "bfloat16")),

@@ -100,6 +100,28 @@ int32_t nested_extent(const char* function, const char* name, int64_t rows, int6
   return KDT_OK;
 }
 
+int32_t check_distinct(const char* function, std::initializer_list<Dimension> dimensions, int64_t width) {
+  std::vector<Dimension> ascending;
+  for (const Dimension& d : dimensions) {
+    if (d.count > 1) ascending.push_back(d);
+  }
+  std::sort(ascending.begin(), ascending.end(),
+            [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
+  int64_t span = width;
+  for (const Dimension& d : ascending) {
+    int64_t reach;
+    if (d.stride < span) {
+      return fail(KDT_ERR_STRIDE, function,
+                  "argument '%s': expected at least %" PRId64 " so that rows do not overlap, got %" PRId64, d.name,
+                  span, d.stride);
+    }
+    if (__builtin_mul_overflow(d.count - 1, d.stride, &reach) || __builtin_add_overflow(span, reach, &span)) {
+      return fail(KDT_ERR_STRIDE, function, "argument '%s': the array does not fit in the address space", d.name);
+    }
+  }
+  return KDT_OK;
+}
+
 int32_t read_tree(const char* function, const kdt_tree* given, kdt_tree* out) {
   KDT_TRY(read_struct(function, "tree", given, out));
   KDT_TRY(check_dimension(function, "tree.batch_size", out->batch_size, 0, INT32_MAX));

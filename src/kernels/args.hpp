@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "context.hpp"
@@ -61,6 +62,16 @@ int32_t settle_free_strides(const char* function, const char* head_name, int64_t
 // Elements that [rows, heads, width] spans.
 int32_t nested_extent(const char* function, const char* name, int64_t rows, int64_t row_stride, int64_t heads,
                       int64_t head_stride, int64_t width, int64_t* extent);
+
+// One dimension of a strided array, with what error texts call its stride.
+struct Dimension {
+  const char* name;
+  int64_t count, stride;
+};
+
+// Checks that no two entries, each `width` elements wide, share an element: by ascending stride, each dimension
+// must step over all that the ones before it span.
+int32_t check_distinct(const char* function, std::initializer_list<Dimension> dimensions, int64_t width);
 
 // Reads the batch's tree struct and settles its strides. No array is looked at.
 int32_t read_tree(const char* function, const kdt_tree* given, kdt_tree* out);

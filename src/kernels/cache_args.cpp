@@ -1,41 +1,11 @@
 #include "cache_args.hpp"
 
 #include <algorithm>
-#include <cinttypes>
-#include <iterator>
 
 namespace kdt {
 namespace {
 
 constexpr int32_t kMaxElementSize = 64;
-
-// Strided dimensions hold different elements everywhere if, by ascending stride, each steps over all that the ones
-// before it span.
-int32_t check_nesting(const char* fn, const CacheNames& names, const kdt_kv_cache& c) {
-  struct Dimension {
-    const char* name;
-    int64_t count, stride;
-  };
-  Dimension dimensions[] = {{names.row_stride, c.page_size, c.row_stride},
-                            {names.page_stride, c.num_pages, c.page_stride},
-                            {names.layer_stride, c.layer_data == nullptr ? c.num_layers : 1, c.layer_stride}};
-  std::sort(std::begin(dimensions), std::end(dimensions),
-            [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
-  int64_t span = c.row_width;
-  for (const Dimension& d : dimensions) {
-    if (d.count <= 1) continue;
-    int64_t reach;
-    if (d.stride < span) {
-      return fail(KDT_ERR_STRIDE, fn,
-                  "argument '%s': expected at least %" PRId64 " so that rows do not overlap, got %" PRId64, d.name,
-                  span, d.stride);
-    }
-    if (__builtin_mul_overflow(d.count - 1, d.stride, &reach) || __builtin_add_overflow(span, reach, &span)) {
-      return fail(KDT_ERR_STRIDE, fn, "argument '%s': the cache does not fit in the address space", d.name);
-    }
-  }
-  return KDT_OK;
-}
 
 }  // namespace
 
@@ -50,7 +20,7 @@ int32_t read_cache(const char* fn, const CacheNames& names, const kdt_kv_cache* 
   KDT_TRY(check_range(fn, names.element_size, c->element_size, 1, kMaxElementSize, KDT_ERR_INVALID_ARGUMENT));
   KDT_TRY(check_dimension(fn, names.max_pages, c->max_pages, 0, INT32_MAX));
   KDT_TRY(settle_stride(fn, names.block_table_stride, &c->block_table_stride, c->max_pages));
-  // Layers, pages and rows may be nested in any order; check_nesting sees to it that no two share an element.
+  // Layers, pages and rows may be nested in any order; check_distinct sees to it that no two share an element.
   const auto settle = [&](const char* name, int64_t* stride, int64_t count, int64_t unit) -> int32_t {
     if (*stride == 0 && __builtin_mul_overflow(count, unit, stride)) {
       return fail(KDT_ERR_STRIDE, fn, "argument '%s': the packed cache does not fit in the address space", name);
@@ -65,7 +35,11 @@ int32_t read_cache(const char* fn, const CacheNames& names, const kdt_kv_cache* 
 
   *layer_extent = 0;
   if (c->num_pages == 0 || c->page_size == 0) return KDT_OK;
-  KDT_TRY(check_nesting(fn, names, *c));
+  KDT_TRY(check_distinct(fn,
+                         {{names.row_stride, c->page_size, c->row_stride},
+                          {names.page_stride, c->num_pages, c->page_stride},
+                          {names.layer_stride, c->layer_data == nullptr ? c->num_layers : 1, c->layer_stride}},
+                         c->row_width));
   int64_t rows;
   if (__builtin_mul_overflow(c->page_size - int64_t{1}, c->row_stride, &rows) ||
       __builtin_mul_overflow(c->num_pages - int64_t{1}, c->page_stride, layer_extent) ||

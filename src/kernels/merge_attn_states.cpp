@@ -45,6 +45,10 @@ int32_t resolve(const char* fn, const kdt_context* context, const kdt_merge_attn
                               &p->b_lse_row_stride, h));
   KDT_TRY(
       settle_free_strides(fn, "lse_head_stride", &p->lse_head_stride, 1, "lse_row_stride", &p->lse_row_stride, h));
+  KDT_TRY(check_distinct(
+      fn, {{"out_head_stride", h, p->out_head_stride}, {"out_row_stride", p->num_rows, p->out_row_stride}}, d));
+  KDT_TRY(check_distinct(
+      fn, {{"lse_head_stride", h, p->lse_head_stride}, {"lse_row_stride", p->num_rows, p->lse_row_stride}}, 1));
   if (arrays == Arrays::kIgnore) return KDT_OK;
 
   using Use = ArrayChecker::Use;

@@ -47,6 +47,17 @@ int32_t resolve(const char* fn, const kdt_context* context, const kdt_verify_att
   KDT_TRY(settle_free_strides(fn, "lse_head_stride", &p->lse_head_stride, 1, "lse_row_stride", &p->lse_row_stride,
                               h, "lse_stride", &p->lse_stride, rows));
 
+  KDT_TRY(check_distinct(fn,
+                         {{"out_head_stride", h, p->out_head_stride},
+                          {"out_row_stride", rows, p->out_row_stride},
+                          {"out_stride", p->batch_size, p->out_stride}},
+                         kVDim));
+  KDT_TRY(check_distinct(fn,
+                         {{"lse_head_stride", h, p->lse_head_stride},
+                          {"lse_row_stride", rows, p->lse_row_stride},
+                          {"lse_stride", p->batch_size, p->lse_stride}},
+                         1));
+
   int64_t layer_extent;
   KDT_TRY(read_cache(fn, kCacheNames, p->cache, p->batch_size, cache, &layer_extent));
   p->cache = cache;

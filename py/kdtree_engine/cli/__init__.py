@@ -15,6 +15,7 @@ import click
 
 from .. import __version__
 from .._errors import KdtError, KdtrError, KdtValueError, Status
+from .bench import bench
 from .fixtures import fixtures
 from .info import info
 from .replay import replay
@@ -29,7 +30,7 @@ def cli() -> None:
     """Native kernels for DDTree speculative decoding on MLA models."""
 
 
-for command in (info, replay, fixtures, test):
+for command in (info, replay, fixtures, test, bench):
     cli.add_command(command)
 
 

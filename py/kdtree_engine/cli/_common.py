@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from .._errors import KdtrError, Status
+from .._errors import KdtrError, MissingExtraError, Status
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
@@ -55,6 +55,20 @@ def resolve_fixture(name: str) -> Path:
         return bundled(name)
     known = ", ".join(sorted(p.stem for p in bundled("x").parent.glob("*.kdtr")))
     raise KdtrError(f"{name!r}: no such file, and no bundled fixture of that name (bundled: {known})", Status.KDTR_IO)
+
+
+def figure_for(option: str, path: Path, size: tuple[float, float]) -> Any:
+    """An empty matplotlib figure that can be saved at `path`: what can fail fails before the work."""
+    require_writable(option, path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("plots need matplotlib: pip install 'kdtree-engine[plots]'") from None
+    figure = Figure(figsize=size, layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in formats:
+        raise click.BadParameter(f"{path}: expected a suffix of {', '.join(sorted(formats))}", param_hint=option)
+    return figure
 
 
 def require_writable(option: str, path: Path) -> None:

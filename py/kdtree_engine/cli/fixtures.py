@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,24 @@ def fixtures_folder(folder: Path | None) -> Path:
     return root / "build" / "fixtures"
 
 
+def write_index(folder: Path, written: list[cases.Case]) -> None:
+    """The names of all cases, for tests that cannot read the table. Last, and whole or not at all.
+
+    Fixtures that the old index names and the table no longer has are removed.
+    """
+    index, temporary = folder / "index.txt", folder / "index.txt.new"
+    names = {case.name for case in written}
+    try:
+        if index.is_file():
+            for name in set(index.read_text(encoding="utf-8").split()) - names:
+                if re.fullmatch(r"\w+/\w+", name):
+                    (folder / f"{name}.kdtr").unlink(missing_ok=True)
+        temporary.write_text("".join(f"{case.name}\n" for case in written), encoding="utf-8")
+        temporary.replace(index)
+    except OSError as error:
+        raise KdtError(f"cannot write {index}: {error}", Status.KDTR_IO) from error
+
+
 @fixtures.command()
 @pattern_option
 @folder_option
@@ -77,6 +96,8 @@ def gen(pattern: str | None, folder: Path | None, as_json: bool) -> None:
                 raise KdtError(str(error), error.status) from error  # the disk, not the fixture
             written.append(str(path))
             bar.update(1)
+    if pattern is None:
+        write_index(target, chosen)
     if as_json:
         print_json({"folder": str(target), "files": written})
     else:

@@ -15,10 +15,10 @@ import numpy as np
 
 from .. import kdtr, reference
 from .._context import Context
-from .._errors import KdtrError, MissingExtraError, Status
-from ..ops import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, prepare_tree_accept, prepare_tree_build
+from .._errors import KdtrError, Status
+from ..ops import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, tree_accept, tree_build
 from ..types import Accepted, Tree
-from ._common import bundled, json_option, print_json, print_table, progress, require_writable, resolve_fixture
+from ._common import bundled, figure_for, json_option, print_json, print_table, progress, resolve_fixture
 
 DEFAULT_BUDGETS = "1,4,8,15,16,32,64,128,256"
 
@@ -106,8 +106,8 @@ class Stepper:
             self.build, self.accept = build, accept
         else:
             inputs = (self.log_probs, self.token_ids, self.root_tokens, self.prefix_lens)
-            self.build = prepare_tree_build(*inputs, budget, out=self.tree, context=context).launch
-            self.accept = prepare_tree_accept(self.tree, self.target_tokens, out=self.accepted, context=context).launch
+            self.build = tree_build.prepare(*inputs, budget, out=self.tree, context=context).launch
+            self.accept = tree_accept.prepare(self.tree, self.target_tokens, out=self.accepted, context=context).launch
 
     def run(self, trace: Trace, step: int) -> tuple[float, float]:
         """Runs one step; returns seconds to build and to accept."""
@@ -159,20 +159,6 @@ def parse_budgets(_context: Any, _parameter: Any, text: str) -> list[int]:
     return budgets
 
 
-def figure_for(path: Path) -> Any:
-    """An empty figure that can be saved at `path`: what can fail fails before the work."""
-    require_writable("--plot", path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("--plot needs matplotlib: pip install 'kdtree-engine[plots]'") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix.lower().lstrip(".") not in formats:
-        raise click.BadParameter(f"{path}: expected a suffix of {', '.join(sorted(formats))}", param_hint="--plot")
-    return figure
-
-
 def plot_rows(figure: Any, rows: list[dict[str, Any]], chain: float) -> None:
     axes = figure.add_subplot()
     rows = sorted(rows, key=lambda row: int(row["budget"]))
@@ -201,7 +187,7 @@ def replay(trace: str | None, budgets: list[int], backend: str, plot: Path | Non
     For each step the tree of the drafter's rows is built and followed along the continuation. The accepted
     length is 1 + the draft tokens accepted. Times are medians a step of one call with one request.
     """
-    figure = None if plot is None else figure_for(plot)
+    figure = None if plot is None else figure_for("--plot", plot, (7, 4.5))
     path = bundled("trace_code") if trace is None else resolve_fixture(trace)
     recorded = load_trace(path)
     context = None if backend == "reference" else Context(backend=backend)

@@ -13,16 +13,17 @@ num_live    optional int, or i32 array [1] read at each launch: requests >= num_
 out         optional result to write into instead of a new one, all arrays preallocated.
 workspace   optional u8 array of at least `workspace_size(...)` bytes, to be used instead of a new one.
 context     optional `Context`; the default is the CPU with all threads.
+
+Each operation has `f.prepare`: with the same arguments it gives a `Call`, whose `launch()` is one call of the C ABI, as
+often as one likes on the same arrays, and whose `result` is what `f` returns.
 """
 
 from __future__ import annotations
 
-from ._call import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, Call
+from ._call import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, Call, Operation
 from .attention import merge_attn_states, verify_attn
 from .kv_cache import kv_compact
 from .trees import (
-    prepare_tree_accept,
-    prepare_tree_build,
     tree_accept,
     tree_build,
     tree_build_workspace_size,
@@ -36,11 +37,10 @@ __all__ = [
     "MAX_CANDIDATES",
     "MAX_DEPTH",
     "Call",
+    "Operation",
     "argmax",
     "kv_compact",
     "merge_attn_states",
-    "prepare_tree_accept",
-    "prepare_tree_build",
     "sample",
     "topk_logprobs",
     "topk_merge",

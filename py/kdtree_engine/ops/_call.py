@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from .._arrays import (
     view,
 )
 from .._context import Context, check, context_or_default
+from .._errors import KdtValueError
 from .._library import load
 
 MAX_BUDGET = 1024
@@ -22,7 +26,11 @@ MAX_DEPTH = 64
 MAX_CANDIDATES = 1024
 
 
-class Call:
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Call(Generic[R]):
     """One operation with all its arguments settled: `launch()` is a single call of the C ABI.
 
     The arrays' contents may change between launches; the arrays themselves may not.
@@ -32,7 +40,7 @@ class Call:
         self,
         name: str,
         params: ctypes.Structure,
-        result: Any,
+        result: R,
         keep: Sequence[Any],
         context: Context | None,
         workspace: Any,
@@ -57,12 +65,46 @@ class Call:
             check(status)
 
 
+class Operation(Protocol[P, R]):
+    """A function that runs an operation; `prepare` takes the same arguments and stops short of the launch."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]: ...
+
+
+def operation(prepare: Callable[P, Call[R]]) -> Operation[P, R]:
+    """Makes the public function from one that settles the arguments and returns a `Call`."""
+
+    @functools.wraps(prepare)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        call = prepare(*args, **kwargs)
+        call.launch()
+        return call.result
+
+    signature = inspect.signature(prepare)
+    returned = re.sub(r"^Call\[(.*)\]$", r"\1", str(signature.return_annotation))
+    run.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    run.prepare = prepare  # type: ignore[attr-defined]
+    return cast("Operation[P, R]", run)
+
+
 def count_rows(leading: Sequence[int], rows_per_request: int | None) -> tuple[int, int]:
     """R and rows_per_request; by default the first leading dimension counts requests."""
     num_rows = math.prod(leading)
     if rows_per_request is None:
         return num_rows, max(math.prod(leading[1:]), 1)
     return num_rows, host_int("rows_per_request", rows_per_request, 1, 2**31 - 1)
+
+
+def given_outputs(out: Any, count: int) -> list[Any]:
+    """The arrays of a tuple `out`, or as many times None."""
+    if out is None:
+        return [None] * count
+    if not isinstance(out, (tuple, list)) or len(out) != count:
+        got = f"{len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise KdtValueError(f"argument 'out': expected a tuple of {count} arrays, got {got}")
+    return list(out)
 
 
 def checked_output(name: str, out: Any, shape: Sequence[int], dtype: Any) -> tuple[Any, View]:

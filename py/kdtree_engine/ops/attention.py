@@ -22,7 +22,7 @@ from .._context import Context
 from .._errors import KdtValueError, Status
 from .._floats import float_name
 from ..types import Tree
-from ._call import Call, checked_output, count_rows, results
+from ._call import Call, checked_output, count_rows, given_outputs, operation, results
 from .kv_cache import cache_struct
 from .trees import tree_struct
 
@@ -32,11 +32,12 @@ _LSE_BASES = {"e": 0, "2": 1}
 
 
 def _lse_base(lse_base: Any) -> int:
-    if lse_base not in _LSE_BASES:
+    if not isinstance(lse_base, str) or lse_base not in _LSE_BASES:
         raise KdtValueError(f"argument 'lse_base': expected 'e' or '2', got {lse_base!r}")
     return _LSE_BASES[lse_base]
 
 
+@operation
 def verify_attn(
     q: Any,
     kv_cache: Any,
@@ -53,7 +54,7 @@ def verify_attn(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """Attention of a tree's queries over prefix and tree in absorbed MLA (DeepSeek-V2, arXiv 2405.04434).
 
     q            [B, Q, H, 576] float32, float16 or bfloat16; H <= 128; 576 = 512 latent + 64 rope.
@@ -82,8 +83,10 @@ def verify_attn(
     if kv_code != code:
         raise KdtValueError(f"argument 'kv_cache': expected q's dtype {q.dtype}, got {kv_cache.dtype}")
     cache, keep, shape = cache_struct("kv_cache", kv_cache, table, writable=False)
-    if table is None and shape[1] != batch_size:
-        raise KdtValueError(f"argument 'kv_cache': expected {batch_size} requests, got {shape[1]}", Status.SHAPE)
+    if table is None and shape[1] < batch_size:
+        raise KdtValueError(
+            f"argument 'kv_cache': expected at least {batch_size} requests, got {shape[1]}", Status.SHAPE
+        )
     lens = int_vector("prefix_lens", prefix_lens, batch_size)
     starts = optional_int_vector("kv_starts", kv_starts, batch_size)
     live = optional_scalar("num_live", num_live)
@@ -92,14 +95,15 @@ def verify_attn(
         if not isinstance(tree, Tree):
             raise KdtValueError(f"argument 'tree': expected a Tree or None, got {type(tree).__name__}")
         fields = [field for field in ("visibility", "node_count") if getattr(tree, field) is not None]
-        struct, views = tree_struct("tree", tree, batch_size, None, fields, writable=False)
+        slots = num_queries
+        if tree.visibility is not None:
+            slots = view("tree.visibility", tree.visibility, np.uint64, (batch_size, None, None)).shape[1]
+        struct, views = tree_struct("tree", tree, batch_size, slots, fields, writable=False)
         keep.append(views)
 
     count = 2 + bool(return_status)
-    outs: list[Any] = [None] * count if out is None else list(out)
-    if len(outs) != count:
-        raise KdtValueError(f"argument 'out': expected {count} arrays, got {len(outs)}")
-    result_dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
+    outs = given_outputs(out, count)
+    result_dtype = q.dtype if out_dtype is None else _float_dtype(out_dtype)
     if outs[0] is None:
         outs[0] = np.empty((batch_size, num_queries, num_heads, _V_DIM), result_dtype)
     result, result_code = float_view("out[0]", outs[0], (batch_size, num_queries, num_heads, _V_DIM), writable=True)
@@ -141,10 +145,10 @@ def verify_attn(
         status=status and status[1].pointer,
     )
     keep += [queries, lens, starts, live, result, sums, status]
-    Call("verify_attn", params, None, keep, context, workspace).launch()
-    return results(outs[0], outs[1], status and status[0])
+    return Call("verify_attn", params, results(outs[0], outs[1], status and status[0]), keep, context, workspace)
 
 
+@operation
 def merge_attn_states(
     out_a: Any,
     lse_a: Any,
@@ -158,7 +162,7 @@ def merge_attn_states(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """Attention over two disjoint sets of keys from the results over each (FlashAttention, arXiv 2205.14135).
 
     out_a, out_b  [..., H, D] float32, float16 or bfloat16, each of its own type.
@@ -175,14 +179,14 @@ def merge_attn_states(
     b_lse = view("lse_b", lse_b, np.float32, shape[:-1], contiguous_last=False)
     if out is None:
         out = (
-            np.empty(shape, out_a.dtype if out_dtype is None else np.dtype(out_dtype)),
+            np.empty(shape, out_a.dtype if out_dtype is None else _float_dtype(out_dtype)),
             np.empty(shape[:-1], np.float32),
         )
     elif not isinstance(out, (tuple, list)) or len(out) != 2:
         raise KdtValueError("argument 'out': expected a tuple (out, lse)")
     result, result_code = float_view("out[0]", out[0], shape, writable=True)
-    if out_dtype is not None and float_name(out[0].dtype) != float_name(np.dtype(out_dtype)):
-        raise KdtValueError(f"argument 'out[0]': expected dtype {np.dtype(out_dtype)}, got {out[0].dtype}")
+    if out_dtype is not None and float_name(out[0].dtype) != float_name(_float_dtype(out_dtype)):
+        raise KdtValueError(f"argument 'out[0]': expected dtype {_float_dtype(out_dtype)}, got {out[0].dtype}")
     sums = view("out[1]", out[1], np.float32, shape[:-1], writable=True, contiguous_last=False)
     live = optional_scalar("num_live", num_live)
 
@@ -217,12 +221,23 @@ def merge_attn_states(
         **fields,
     )
     keep = [a, b, a_lse, b_lse, result, sums, live]
-    Call("merge_attn_states", params, None, keep, context, workspace).launch()
-    return out[0], out[1]
+    return Call("merge_attn_states", params, (out[0], out[1]), keep, context, workspace)
 
 
 def _float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise KdtValueError(f"argument '{name}': expected a number, got {value!r}")
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise KdtValueError(f"argument '{name}': expected a number, got {value!r}") from None
+    except OverflowError:
+        raise KdtValueError(f"argument '{name}': expected a finite number, got {value}") from None
+
+
+def _float_dtype(value: Any) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(value) if isinstance(value, (str, type, np.dtype)) else None
+    except TypeError:
+        dtype = None
+    if dtype is None or float_name(dtype) is None:
+        raise KdtValueError(f"argument 'out_dtype': expected float32, float16 or bfloat16, got {value!r}")
+    return dtype

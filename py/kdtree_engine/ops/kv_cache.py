@@ -19,7 +19,7 @@ from .._arrays import (
 from .._context import Context
 from .._errors import KdtValueError, Status
 from ..types import Accepted
-from ._call import MAX_BUDGET, Call
+from ._call import MAX_BUDGET, Call, operation
 
 
 def cache_struct(
@@ -68,6 +68,7 @@ def cache_struct(
     return struct, keep, (struct.num_layers, *array.shape[-3:], dtype)
 
 
+@operation
 def kv_compact(
     cache: Any,
     accepted: Accepted,
@@ -79,7 +80,7 @@ def kv_compact(
     return_status: bool = False,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """Keeps the KV rows of the accepted path: row prefix_len + accept_index[k] goes to row prefix_len + k.
 
     cache        [pages, page_size, w] or [L, pages, page_size, w] with a block_table, [B, S, w] or [L, B, S, w]
@@ -102,8 +103,8 @@ def kv_compact(
     live = optional_scalar("num_live", num_live)
     table = None if block_table is None else view("block_table", block_table, np.int32, (batch_size, None))
     struct, keep, shape = cache_struct("cache", cache, table, writable=out is None)
-    if table is None and shape[1] != batch_size:
-        raise KdtValueError(f"argument 'cache': expected {batch_size} requests, got {shape[1]}", Status.SHAPE)
+    if table is None and shape[1] < batch_size:
+        raise KdtValueError(f"argument 'cache': expected at least {batch_size} requests, got {shape[1]}", Status.SHAPE)
     destination = None
     if out is not None:
         destination, keep_out, out_shape = cache_struct("out", out, table, writable=True)
@@ -128,6 +129,6 @@ def kv_compact(
         num_live=pointer(live),
         status=status.ctypes.data,
     )
-    result = cache if out is None else out
-    Call("kv_compact", params, result, [index, lengths, lens, live, keep, status], context, workspace).launch()
-    return (result, status) if return_status else result
+    written = cache if out is None else out
+    result = (written, status) if return_status else written
+    return Call("kv_compact", params, result, [index, lengths, lens, live, keep, status], context, workspace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .._context import Context, check, context_or_default
 from .._errors import KdtValueError, Status
 from .._library import load
 from ..types import Accepted, Tree
-from ._call import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, Call
+from ._call import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, Call, operation
 
 _TREE_FIELDS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
@@ -44,8 +44,8 @@ def tree_struct(
     """The C struct of the named fields of a tree, and the views that keep them alive."""
     if not isinstance(tree, Tree):
         raise KdtValueError(f"argument '{name}': expected a Tree, got {type(tree).__name__}")
-    tokens = view(f"{name}.tokens", tree.tokens, np.int32, (batch_size, num_slots))
-    batch_size, num_slots = tokens.shape
+    if batch_size is None or num_slots is None:
+        batch_size, num_slots = view(f"{name}.tokens", tree.tokens, np.int32, (batch_size, num_slots)).shape
     struct = _abi.TreeStruct(batch_size=batch_size, num_slots=num_slots)
     views: list[View] = []
     for field in fields:
@@ -61,7 +61,7 @@ def tree_struct(
             if views and struct.slot_stride != array.strides[0]:
                 raise KdtValueError(
                     f"argument '{name}.{field}': expected the batch stride of '{name}.tokens' "
-                    f"({tokens.strides[0]} elements), got {array.strides[0]}",
+                    f"({struct.slot_stride} elements), got {array.strides[0]}",
                     Status.STRIDE,
                 )
             struct.slot_stride = array.strides[0]
@@ -76,7 +76,8 @@ def output_tree(out: Tree | None, batch_size: int, num_slots: int) -> tuple[Tree
     return tree, struct, views
 
 
-def prepare_tree_build(
+@operation
+def tree_build(
     log_probs: Any,
     token_ids: Any,
     root_tokens: Any,
@@ -90,8 +91,23 @@ def prepare_tree_build(
     out: Tree | None = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Call:
-    """`tree_build` up to its launch; the call's `result` is the tree."""
+) -> Call[Tree]:
+    """The best `budget`-node tree of each request (DDTree, arXiv 2604.12989).
+
+    log_probs    [B, D, K] f32, natural log, each row descending; D <= 64, K <= 1024.
+    token_ids    [B, D, K] i32.
+    root_tokens  [B] i32, the last token already emitted.
+    prefix_lens  [B] i32, tokens in the KV cache; clamped to 0..2^31-1-D.
+    budget       nodes without the root, 0..1024; the tree has budget + 1 slots.
+    budgets      optional [B] i32, each clamped to 0..budget.
+    max_depths   optional [B] i32, each clamped to 0..D.
+    vocab_size   optional: ids >= vocab_size end a row, as ids < 0 do.
+
+    A node is a tuple of ranks, its score the float64 sum in depth order of its path's log-probs; the tree is the
+    first `budget` nodes in the order (score descending; then rank tuples lexicographically, a proper prefix
+    first). A row ends at its first entry that is NaN, infinite, > 0, larger than the one before, or whose id is
+    out of range; unless only (-inf, -1) follows, status has ROW_TRUNCATED. CLAMPED: a number was out of range.
+    """
     rows = view("log_probs", log_probs, np.float32, (None, None, None))
     batch_size, depth, candidates = rows.shape
     ids = view("token_ids", token_ids, np.int32, rows.shape)
@@ -125,55 +141,7 @@ def prepare_tree_build(
     return Call("tree_build", params, tree, keep, context, workspace)
 
 
-def tree_build(
-    log_probs: Any,
-    token_ids: Any,
-    root_tokens: Any,
-    prefix_lens: Any,
-    budget: int,
-    *,
-    budgets: Any = None,
-    max_depths: Any = None,
-    vocab_size: int | None = None,
-    num_live: Any = None,
-    out: Tree | None = None,
-    workspace: Any = None,
-    context: Context | None = None,
-) -> Tree:
-    """The best `budget`-node tree of each request (DDTree, arXiv 2604.12989).
-
-    log_probs    [B, D, K] f32, natural log, each row descending; D <= 64, K <= 1024.
-    token_ids    [B, D, K] i32.
-    root_tokens  [B] i32, the last token already emitted.
-    prefix_lens  [B] i32, tokens in the KV cache; clamped to 0..2^31-1-D.
-    budget       nodes without the root, 0..1024; the tree has budget + 1 slots.
-    budgets      optional [B] i32, each clamped to 0..budget.
-    max_depths   optional [B] i32, each clamped to 0..D.
-    vocab_size   optional: ids >= vocab_size end a row, as ids < 0 do.
-
-    A node is a tuple of ranks, its score the float64 sum in depth order of its path's log-probs; the tree is the
-    first `budget` nodes in the order (score descending; then rank tuples lexicographically, a proper prefix
-    first). A row ends at its first entry that is NaN, infinite, > 0, larger than the one before, or whose id is
-    out of range; unless only (-inf, -1) follows, status has ROW_TRUNCATED. CLAMPED: a number was out of range.
-    """
-    call = prepare_tree_build(
-        log_probs,
-        token_ids,
-        root_tokens,
-        prefix_lens,
-        budget,
-        budgets=budgets,
-        max_depths=max_depths,
-        vocab_size=vocab_size,
-        num_live=num_live,
-        out=out,
-        workspace=workspace,
-        context=context,
-    )
-    call.launch()
-    return cast(Tree, call.result)
-
-
+@operation
 def tree_from_parents(
     tokens: Any,
     parents: Any,
@@ -184,7 +152,7 @@ def tree_from_parents(
     out: Tree | None = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Tree:
+) -> Call[Tree]:
     """The tree layout for trees of other drafters, of any depth.
 
     tokens       [B, N] i32, N <= 1025; slot 0 is the root.
@@ -211,10 +179,10 @@ def tree_from_parents(
         num_live=pointer(live),
         tree=ctypes.pointer(struct),
     )
-    Call("tree_from_parents", params, tree, [ids, links, counts, lens, live, views], context, workspace).launch()
-    return tree
+    return Call("tree_from_parents", params, tree, [ids, links, counts, lens, live, views], context, workspace)
 
 
+@operation
 def tree_from_visibility(
     visibility: Any,
     tokens: Any,
@@ -225,7 +193,7 @@ def tree_from_visibility(
     out: Tree | None = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Tree:
+) -> Call[Tree]:
     """The tree layout from boolean ancestor masks.
 
     visibility   [B, N, N] bool: slot j is i or an ancestor of i. Rows and columns >= node_counts[b] are ignored.
@@ -254,14 +222,14 @@ def tree_from_visibility(
         num_live=pointer(live),
         tree=ctypes.pointer(struct),
     )
-    Call("tree_from_visibility", params, tree, [mask, ids, counts, lens, live, views], context, workspace).launch()
-    return tree
+    return Call("tree_from_visibility", params, tree, [mask, ids, counts, lens, live, views], context, workspace)
 
 
 _ACCEPTED_VECTORS = ("token_count", "accept_len", "next_root", "finished", "status")
 
 
-def prepare_tree_accept(
+@operation
+def tree_accept(
     tree: Tree,
     target_tokens: Any,
     *,
@@ -272,8 +240,19 @@ def prepare_tree_accept(
     out: Accepted | None = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Call:
-    """`tree_accept` up to its launch; the call's `result` is the accepted paths."""
+) -> Call[Accepted]:
+    """The longest path of each tree that agrees with the target.
+
+    tree           reads tokens, first_child, next_sibling and node_count; links are followed as given.
+    target_tokens  [B, N] i32, the target's token after each slot.
+    max_tokens     optional [B] i32: stop when so many tokens are out (finished 2).
+    stop_tokens    i32 ids, for all requests: stop after emitting one (finished 1).
+    max_len        M >= 1, the most tokens a path may hold; default N.
+
+    From the root on, the first child whose token is the target's token after the current slot is accepted; where
+    none is, the target's token is the bonus and the last. A target < 0 ends the walk without a bonus
+    (BAD_TARGET). An illegal link ends its sibling list (BAD_TREE).
+    """
     fields = ("tokens", "first_child", "next_sibling", "node_count")
     struct, views = tree_struct("tree", tree, None, None, fields, writable=False)
     batch_size, num_slots = struct.batch_size, struct.num_slots
@@ -311,45 +290,6 @@ def prepare_tree_accept(
     )
     keep = [views, targets, limits, stops, live, tokens, index, vectors]
     return Call("tree_accept", params, out, keep, context, workspace)
-
-
-def tree_accept(
-    tree: Tree,
-    target_tokens: Any,
-    *,
-    max_tokens: Any = None,
-    stop_tokens: Any = (),
-    max_len: int | None = None,
-    num_live: Any = None,
-    out: Accepted | None = None,
-    workspace: Any = None,
-    context: Context | None = None,
-) -> Accepted:
-    """The longest path of each tree that agrees with the target.
-
-    tree           reads tokens, first_child, next_sibling and node_count; links are followed as given.
-    target_tokens  [B, N] i32, the target's token after each slot.
-    max_tokens     optional [B] i32: stop when so many tokens are out (finished 2).
-    stop_tokens    i32 ids, for all requests: stop after emitting one (finished 1).
-    max_len        M >= 1, the most tokens a path may hold; default N.
-
-    From the root on, the first child whose token is the target's token after the current slot is accepted; where
-    none is, the target's token is the bonus and the last. A target < 0 ends the walk without a bonus
-    (BAD_TARGET). An illegal link ends its sibling list (BAD_TREE).
-    """
-    call = prepare_tree_accept(
-        tree,
-        target_tokens,
-        max_tokens=max_tokens,
-        stop_tokens=stop_tokens,
-        max_len=max_len,
-        num_live=num_live,
-        out=out,
-        workspace=workspace,
-        context=context,
-    )
-    call.launch()
-    return cast(Accepted, call.result)
 
 
 def tree_build_workspace_size(

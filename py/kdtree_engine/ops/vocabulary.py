@@ -18,9 +18,10 @@ from .._arrays import (
 )
 from .._context import Context
 from .._errors import KdtValueError, Status
-from ._call import MAX_CANDIDATES, Call, checked_output, count_rows, results
+from ._call import MAX_CANDIDATES, Call, checked_output, count_rows, given_outputs, operation, results
 
 
+@operation
 def topk_logprobs(
     logits: Any,
     k: int,
@@ -33,7 +34,7 @@ def topk_logprobs(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """The k most likely tokens of each row of logits, and their log-probs.
 
     logits            [..., V] float32, float16 or bfloat16, any V < 2^31.
@@ -51,12 +52,12 @@ def topk_logprobs(
     """
     rows, code, stride = rows_view("logits", logits)
     k = host_int("k", k, 0, MAX_CANDIDATES, Status.LIMIT)
+    if not isinstance(raw, (bool, np.bool_)):
+        raise KdtValueError(f"argument 'raw': expected a bool, got {type(raw).__name__}")
     leading = rows.shape[:-1]
     num_rows, per_request = count_rows(leading, rows_per_request)
     live = optional_scalar("num_live", num_live)
-    outs = list(out) if out is not None else [None] * (2 + bool(raw) + bool(return_status))
-    if len(outs) != 2 + bool(raw) + bool(return_status):
-        raise KdtValueError(f"argument 'out': expected {2 + bool(raw) + bool(return_status)} arrays, got {len(outs)}")
+    outs = given_outputs(out, 2 + bool(raw) + bool(return_status))
     values, values_view = checked_output("out[0]", outs[0], (*leading, k), np.float32)
     ids, ids_view = checked_output("out[1]", outs[1], (*leading, k), np.int32)
     lse = checked_output("out[2]", outs[2], leading, np.float64) if raw else None
@@ -80,10 +81,12 @@ def topk_logprobs(
         status=status and status[1].pointer,
     )
     keep = [rows, live, values_view, ids_view, lse, status]
-    Call("topk_logprobs", params, None, keep, context, workspace).launch()
-    return results(values, ids, lse and lse[0], status and status[0])
+    return Call(
+        "topk_logprobs", params, results(values, ids, lse and lse[0], status and status[0]), keep, context, workspace
+    )
 
 
+@operation
 def topk_merge(
     logits: Any,
     token_ids: Any,
@@ -95,7 +98,7 @@ def topk_merge(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """Joins the raw top-k of S shards of a vocabulary into the top-k log-probs of the whole.
 
     logits, token_ids  [S, ..., k] f32 and i32, lse [S, ...] f64: what `topk_logprobs(raw=True)` gave on each shard
@@ -110,9 +113,7 @@ def topk_merge(
     sums = view("lse", lse, np.float64, values.shape[:-1])
     num_rows, per_request = count_rows(leading, rows_per_request)
     live = optional_scalar("num_live", num_live)
-    outs = list(out) if out is not None else [None] * (2 + bool(return_status))
-    if len(outs) != 2 + bool(return_status):
-        raise KdtValueError(f"argument 'out': expected {2 + bool(return_status)} arrays, got {len(outs)}")
+    outs = given_outputs(out, 2 + bool(return_status))
     log_probs, log_probs_view = checked_output("out[0]", outs[0], (*leading, k), np.float32)
     out_ids, out_ids_view = checked_output("out[1]", outs[1], (*leading, k), np.int32)
     status = checked_output("out[2]", outs[-1], leading, np.int32) if return_status else None
@@ -144,10 +145,10 @@ def topk_merge(
         status=status and status[1].pointer,
     )
     keep = [values, ids, sums, live, log_probs_view, out_ids_view, status]
-    Call("topk_merge", params, None, keep, context, workspace).launch()
-    return results(log_probs, out_ids, status and status[0])
+    return Call("topk_merge", params, results(log_probs, out_ids, status and status[0]), keep, context, workspace)
 
 
+@operation
 def argmax(
     logits: Any,
     *,
@@ -159,7 +160,7 @@ def argmax(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """The most likely token of each row [..., V]; of equal logits (+0 = -0) the lowest id.
 
     Returns tokens [...] i32; with return_values=True also the largest logits [...] f32 (to join shards), with
@@ -174,6 +175,7 @@ def argmax(
     )
 
 
+@operation
 def sample(
     logits: Any,
     *,
@@ -189,7 +191,7 @@ def sample(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
-) -> Any:
+) -> Call[Any]:
     """One token a row [..., V] from softmax(logits / temperature), by Gumbel-max.
 
     temperatures  f32, a number, [B] or [...]: 0 is argmax, +inf uniform over the finite; negative or NaN: token -1.
@@ -220,17 +222,28 @@ def sample(
     )
 
 
+def _numbers(name: str, value: Any, dtype: type[np.generic]) -> Any:
+    """Python numbers as an array of `dtype`, if they are that: none out of range, no float for an integer."""
+    numbers = np.array(value)
+    wanted = np.dtype(dtype)
+    if numbers.size == 0:
+        return numbers.astype(dtype)
+    if numbers.dtype.kind in ("iu" if wanted.kind == "i" else "iuf"):
+        with np.errstate(over="ignore"):
+            converted = numbers.astype(dtype)
+        if wanted.kind == "i":
+            same = np.array_equal(converted, numbers)
+        else:  # not to be taken for infinite, or for 0
+            same = not ((np.isinf(converted) & np.isfinite(numbers)) | ((converted == 0) & (numbers != 0))).any()
+        if same:
+            return converted
+    raise KdtValueError(f"argument '{name}': expected {wanted.name} numbers, got {value!r}")
+
+
 def _per_row(name: str, value: Any, dtype: type[np.generic], leading: tuple[int, ...]) -> View:
     """One number a row, contiguous. A number, or one for each of the first dimensions ([B]), serves all their rows."""
     if not isinstance(value, np.ndarray):
-        try:
-            numbers = np.array(value)
-            value = numbers.astype(dtype, casting="same_kind" if numbers.size else "unsafe")
-            if numbers.dtype.kind in "iu" and not np.array_equal(value, numbers):
-                raise TypeError("out of range")
-        except (TypeError, ValueError, OverflowError) as error:
-            wanted = np.dtype(dtype).name
-            raise KdtValueError(f"argument '{name}': expected {wanted} numbers, got {value!r} ({error})") from None
+        value = _numbers(name, value, dtype)
     given = view(name, value, dtype, (None,) * value.ndim)
     if given.shape != leading[: value.ndim]:
         raise KdtValueError(
@@ -238,7 +251,7 @@ def _per_row(name: str, value: Any, dtype: type[np.generic], leading: tuple[int,
             Status.SHAPE,
         )
     spread = np.broadcast_to(value.reshape(value.shape + (1,) * (len(leading) - value.ndim)), leading)
-    return view(name, np.ascontiguousarray(spread), dtype, leading)
+    return view(name, np.array(spread, order="C"), dtype, leading)
 
 
 def _tokens_of_rows(
@@ -253,16 +266,14 @@ def _tokens_of_rows(
     rows_per_request: int | None,
     out: Any,
     run_with: tuple[Any, Context | None],
-) -> Any:
+) -> Call[Any]:
     """What argmax and sample share: rows in, one token a row out."""
     return_values, return_status = returns
     leading = rows.shape[:-1]
     params.num_rows, params.rows_per_request = count_rows(leading, rows_per_request)
     live = optional_scalar("num_live", num_live)
     count = 1 + bool(return_values) + bool(return_status)
-    outs = [None] * count if out is None else list(out) if count > 1 else [out]
-    if len(outs) != count:
-        raise KdtValueError(f"argument 'out': expected {count} arrays, got {len(outs)}")
+    outs = [out] if count == 1 else given_outputs(out, count)
 
     def contiguous(what: str, array: View) -> View:
         if row_stride(what, View(array.owner, 0, (*array.shape, 1), (*array.strides, 0))) not in (0, 1):
@@ -284,5 +295,5 @@ def _tokens_of_rows(
     params.num_live = pointer(live)
     params.status = status and status[1].pointer
     workspace, context = run_with
-    Call(name, params, None, [rows, live, tokens, values, status, keep], context, workspace).launch()
-    return results(tokens[0], values and values[0], status and status[0])
+    result = results(tokens[0], values and values[0], status and status[0])
+    return Call(name, params, result, [rows, live, tokens, values, status, keep], context, workspace)

@@ -64,7 +64,8 @@ def sample(
         value = np.asarray(value)
         return np.broadcast_to(value.reshape(value.shape + (1,) * (len(leading) - value.ndim)), leading).ravel()
 
-    temperatures, positions, request_ids = per_row(temperatures), per_row(positions), per_row(request_ids)
+    temperatures = per_row(np.asarray(temperatures, np.float32))
+    positions, request_ids = per_row(positions), per_row(request_ids)
     tokens = np.full(len(rows), -1, np.int32)
     values = np.full(len(rows), -np.inf, np.float32)
     status = np.zeros(len(rows), np.int32)

@@ -38,7 +38,8 @@ def topk_logprobs(
         if raw:
             values[r, : len(best)] = row[best]
         else:
-            values[r, : len(best)] = np.minimum(np.float32(0), row[best] - np.float32(lse[r]))
+            with np.errstate(over="ignore"):  # -3e38 - 3e38 is -inf
+                values[r, : len(best)] = np.minimum(np.float32(0), row[best] - np.float32(lse[r]))
     values, ids = values.reshape(*leading, k), ids.reshape(*leading, k)
     result = (values, ids, lse.reshape(leading)) if raw else (values, ids)
     return (*result, status.reshape(leading)) if return_status else result

@@ -41,6 +41,7 @@ def topk_merge(
         best = sorted(first.items(), key=lambda entry: (-entry[1], entry[0]))[:k]
         ids[r, : len(best)] = [token for token, _ in best]
         values = np.array([logit for _, logit in best], np.float32)
-        log_probs[r, : len(best)] = np.minimum(np.float32(0), values - np.float32(total))
+        with np.errstate(over="ignore"):
+            log_probs[r, : len(best)] = np.minimum(np.float32(0), values - np.float32(total))
     result = (log_probs.reshape(*leading, k), ids.reshape(*leading, k))
     return (*result, status.reshape(leading)) if return_status else result

@@ -1,4 +1,4 @@
-// merge_attn_states on the CPU: two weights a (row, head), in float64, then one pass over the values.
+// merge_attn_states on the CPU: two weights a (row, head), then one pass over the values, in float64.
 // Everything of a (row, head) is read before any of it is written, so either side may be the output.
 #include <algorithm>
 #include <cmath>
@@ -29,26 +29,28 @@ void merge_one(const kdt_merge_attn_states_params& p, int64_t row, int64_t head,
   const double top = std::max(lse_a, lse_b);
   const double weight_a = use_a ? std::exp(lse_a - top) : 0.0, weight_b = use_b ? std::exp(lse_b - top) : 0.0;
   const double total = weight_a + weight_b;  // NaN when either lse is
-  const float factor_a = static_cast<float>(weight_a / total), factor_b = static_cast<float>(weight_b / total);
+  const double factor_a = weight_a / total, factor_b = weight_b / total;
   const double lse = use_a || use_b ? (top + std::log(total)) / unit : kEmpty;
 
   const void* a = element(p.a, p.a_dtype, row * p.a_row_stride + head * p.a_head_stride);
   const void* b = element(p.b, p.b_dtype, row * p.b_row_stride + head * p.b_head_stride);
   void* out = element(p.out, p.out_dtype, row * p.out_row_stride + head * p.out_head_stride);
   constexpr int64_t kPiece = 512;
-  float from_a[kPiece], from_b[kPiece], merged[kPiece];
+  float values[kPiece];
+  double sum[kPiece];
   for (int64_t first = 0; first < p.v_dim; first += kPiece) {
     const int64_t n = std::min<int64_t>(kPiece, p.v_dim - first);
-    std::fill_n(merged, n, 0.0f);
+    std::fill_n(sum, n, 0.0);
     if (use_a) {
-      load_floats(element(a, p.a_dtype, first), p.a_dtype, n, from_a);
-      for (int64_t d = 0; d < n; ++d) merged[d] += factor_a * from_a[d];
+      load_floats(element(a, p.a_dtype, first), p.a_dtype, n, values);
+      for (int64_t d = 0; d < n; ++d) sum[d] += factor_a * static_cast<double>(values[d]);
     }
     if (use_b) {
-      load_floats(element(b, p.b_dtype, first), p.b_dtype, n, from_b);
-      for (int64_t d = 0; d < n; ++d) merged[d] += factor_b * from_b[d];
+      load_floats(element(b, p.b_dtype, first), p.b_dtype, n, values);
+      for (int64_t d = 0; d < n; ++d) sum[d] += factor_b * static_cast<double>(values[d]);
     }
-    store_floats(merged, n, p.out_dtype, element(out, p.out_dtype, first));
+    for (int64_t d = 0; d < n; ++d) values[d] = static_cast<float>(sum[d]);
+    store_floats(values, n, p.out_dtype, element(out, p.out_dtype, first));
   }
   p.lse[row * p.lse_row_stride + head * p.lse_head_stride] = static_cast<float>(lse);
 }

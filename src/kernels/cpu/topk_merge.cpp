@@ -70,8 +70,8 @@ void merge_row(const kdt_topk_merge_params& p, int64_t r, bool live, Entry* entr
 
 size_t topk_merge_workspace_size(const kdt_context& context, const kdt_topk_merge_params& p) {
   const size_t entries = static_cast<size_t>(p.num_shards) * static_cast<size_t>(p.num_candidates);
-  return p.num_rows == 0 ? 0
-                         : alignof(Entry) - 1 + static_cast<size_t>(context.num_threads) * entries * sizeof(Entry);
+  const size_t threads = static_cast<size_t>(std::min(context.num_threads, p.num_rows));
+  return p.num_rows == 0 ? 0 : alignof(Entry) - 1 + threads * entries * sizeof(Entry);
 }
 
 void topk_merge(const kdt_context& context, const kdt_topk_merge_params& p, void* workspace) {

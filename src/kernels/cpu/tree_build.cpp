@@ -140,7 +140,8 @@ void build_one(const kdt_tree_build_params& p, int64_t b, const Scratch& s) {
 
 size_t tree_build_workspace_size(const kdt_context& context, const kdt_tree_build_params& p) {
   if (p.tree->batch_size == 0) return 0;
-  return kAlign - 1 + static_cast<size_t>(context.num_threads) * scratch_bytes(p.budget + 1);
+  const int32_t threads = std::min(context.num_threads, p.tree->batch_size);
+  return kAlign - 1 + static_cast<size_t>(threads) * scratch_bytes(p.budget + 1);
 }
 
 void tree_build(const kdt_context& context, const kdt_tree_build_params& p, void* workspace) {

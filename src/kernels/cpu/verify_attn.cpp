@@ -139,12 +139,14 @@ void add_values(Scratch& s) {
   }
 }
 
-// The same for one row, leaving out what it does not see.
+// The same for one row, to the bit, leaving out what it does not see.
 void add_seen_values(Scratch& s, int32_t r, uint64_t mask) {
+  float part[kVDim] = {};
   for (; mask != 0; mask &= mask - 1) {
     const int32_t c = std::countr_zero(mask);
-    for (int32_t d = 0; d < kVDim; ++d) s.sums[r][d] += s.scores[r][c] * s.rows[c][d];
+    for (int32_t d = 0; d < kVDim; ++d) part[d] += s.scores[r][c] * s.rows[c][d];
   }
+  for (int32_t d = 0; d < kVDim; ++d) s.sums[r][d] += part[d];
 }
 
 // Folds the running sums into the totals and starts new ones.
@@ -280,8 +282,11 @@ void attend(const kdt_verify_attn_params& p, int64_t b, const Request& request, 
     const double weight = s.total_weight[r];
     const float factor = s.seen[r] ? static_cast<float>(1.0 / weight) : 0.0f;
     for (int32_t d = 0; d < kVDim; ++d) s.totals[r][d] *= factor;
-    double lse = s.seen[r] ? static_cast<double>(s.total_max[r]) + std::log(weight)
-                           : -std::numeric_limits<double>::infinity();
+    double lse = -std::numeric_limits<double>::infinity();
+    if (s.seen[r]) {
+      lse = weight == 0.0 ? std::numeric_limits<double>::quiet_NaN()
+                          : static_cast<double>(s.total_max[r]) + std::log(weight);
+    }
     if (p.lse_base == KDT_LSE_BASE2) lse /= std::log(2.0);
     const int64_t out_at = b * p.out_stride + query_of(r) * p.out_row_stride + head_of(r) * p.out_head_stride;
     store_floats(s.totals[r], kVDim, p.out_dtype, element(p.out, p.out_dtype, out_at));
@@ -292,6 +297,10 @@ void attend(const kdt_verify_attn_params& p, int64_t b, const Request& request, 
 
 constexpr size_t kAlign = 64;
 
+int64_t tiles_of(const kdt_verify_attn_params& p) {
+  return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
+}
+
 size_t requests_bytes(int64_t batch_size) {
   return (static_cast<size_t>(batch_size) * sizeof(Request) + kAlign - 1) / kAlign * kAlign;
 }
@@ -300,7 +309,8 @@ size_t requests_bytes(int64_t batch_size) {
 
 size_t verify_attn_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p) {
   if (p.batch_size == 0) return 0;
-  return kAlign - 1 + requests_bytes(p.batch_size) + static_cast<size_t>(context.num_threads) * sizeof(Scratch);
+  const int64_t threads = std::min(int64_t{context.num_threads}, p.batch_size * tiles_of(p));
+  return kAlign - 1 + requests_bytes(p.batch_size) + static_cast<size_t>(threads) * sizeof(Scratch);
 }
 
 void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, void* workspace) {
@@ -314,7 +324,7 @@ void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, vo
     requests[b] = b < live ? read_request(p, b, &status) : Request{0, 0, 0, false};
     if (p.status != nullptr) p.status[b] = status;
   }
-  const int64_t tiles = (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
+  const int64_t tiles = tiles_of(p);
   parallel_for(context.num_threads, p.batch_size * tiles, 1, [&](int64_t begin, int64_t end, int64_t worker) {
     for (int64_t item = begin; item < end; ++item) {
       attend(p, item / tiles, requests[item / tiles], item % tiles * kTile, scratch[worker]);

@@ -1,0 +1,473 @@
+"""What users have without this library: numpy and torch versions a sensible person would write.
+
+Doubts go in the peers' favour. What can be made ready beforehand is not timed: pages gathered into one array, masks
+and row numbers built, 16-bit numbers widened to float32 for numpy, dead queries left out. Peers take ordinary input
+only, and skip the checks of the real thing.
+
+Attention: MLA has one KV head, so heads are folded into the queries, one matrix product for all of them, and torch's
+scaled_dot_product_attention gets the boolean mask repeated over heads. (With K and V expanded over the heads instead
+it took twice as long: 32 against 16 ms at 65 queries, 8 heads, 2,113 rows in float32, on two cores of an AMD EPYC
+machine with torch 2.13.)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from .._floats import to_float32
+from ..cases import Arguments, Results
+from ..types import Tree
+from .model import seen_rows
+
+
+@dataclass(frozen=True)
+class Peer:
+    run: Callable[[], Any]
+    results: Callable[[Any], Results]
+    """What in run's result must agree with the reference; nothing where it draws its own random numbers."""
+
+
+Maker = Callable[[Arguments, Results], Peer]
+"""Makes a peer for arguments, given what the reference says of them."""
+
+ARGUMENTS = {
+    "topk_logprobs": {"logits", "k"},
+    "topk_merge": {"logits", "token_ids", "lse"},
+    "tree_from_parents": {"tokens", "parents", "node_counts", "prefix_lens"},
+    "tree_from_visibility": {"visibility", "tokens", "node_counts", "prefix_lens"},
+    "verify_attn": {"q", "kv_cache", "tree", "prefix_lens", "scale", "block_table", "kv_starts", "out_dtype"},
+    "merge_attn_states": {"out_a", "lse_a", "out_b", "lse_b"},
+    "argmax": {"logits"},
+    "sample": {"logits", "temperatures", "seed", "positions", "request_ids"},
+    "tree_accept": {"tree", "target_tokens"},
+    "kv_compact": {"cache", "accepted", "prefix_lens", "block_table", "out"},
+}
+"""What peers understand; a case with another argument has none. tree_build's, the reference, takes all."""
+
+
+def usable(operation: str, arguments: Arguments) -> bool:
+    return arguments.keys() <= ARGUMENTS.get(operation, arguments.keys())
+
+
+# ---- Rows of logits ----------------------------------------------------------------------------------------
+
+
+def settle_ties(logits: Any, ids: Any, expected_ids: Any) -> Any:
+    """ids with those replaced by the expected whose logits are the same: peers may break ties as they like."""
+    here, there = (np.take_along_axis(logits, np.maximum(i, 0).astype(np.int64), axis=-1) for i in (ids, expected_ids))
+    return np.where(here == there, expected_ids, ids).astype(np.int32)
+
+
+def topk_results(logits: Any, expected: Results) -> Callable[[Any], Results]:
+    def results(got: Any) -> Results:
+        log_probs, ids = (np.asarray(values) for values in got)
+        k = log_probs.shape[-1]
+        if k < expected["log_probs"].shape[-1]:  # K > V: padding
+            return {}
+        return {"log_probs": log_probs, "token_ids": settle_ties(logits, ids, expected["token_ids"])}
+
+    return results
+
+
+def numpy_topk(values: Any, k: int) -> tuple[Any, Any]:
+    """The k largest of each row, descending, and where they are."""
+    k = min(k, values.shape[-1])
+    places = np.argpartition(values, values.shape[-1] - k, axis=-1)[..., values.shape[-1] - k :]
+    best = np.take_along_axis(values, places, axis=-1)
+    order = np.argsort(-best, axis=-1)
+    return np.take_along_axis(best, order, axis=-1), np.take_along_axis(places, order, axis=-1)
+
+
+def numpy_topk_logprobs(a: Arguments, expected: Results) -> Peer:
+    logits, k = to_float32(a["logits"]), a["k"]
+
+    def run() -> Any:
+        best, ids = numpy_topk(logits, k)
+        largest = logits.max(axis=-1, keepdims=True)
+        lse = largest + np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
+        return np.minimum(best - lse, 0), ids
+
+    return Peer(run, topk_results(logits, expected))
+
+
+def merge_results(a: Arguments, expected: Results) -> Callable[[Any], Results]:
+    logits, ids = (np.moveaxis(a[name], 0, -2).reshape(*a[name].shape[1:-1], -1) for name in ("logits", "token_ids"))
+
+    def results(got: Any) -> Results:
+        log_probs, places = (np.asarray(values) for values in got)
+        wanted = expected["token_ids"]
+        # Where an id of the reference lies in the joined shards, so that ties can be settled by place.
+        spots = (ids[..., None, :] == wanted[..., :, None]).argmax(axis=-1)
+        settled = settle_ties(logits, places, spots)
+        return {"log_probs": log_probs, "token_ids": np.take_along_axis(ids, settled.astype(np.int64), axis=-1)}
+
+    return results
+
+
+def numpy_topk_merge(a: Arguments, expected: Results) -> Peer:
+    logits, lses = a["logits"], a["lse"]
+
+    def run() -> Any:
+        joined = np.moveaxis(logits, 0, -2).reshape(*logits.shape[1:-1], -1)
+        best, places = numpy_topk(joined, logits.shape[-1])
+        lse = np.logaddexp.reduce(lses, axis=0)
+        return np.minimum(best - lse[..., None].astype(np.float32), 0), places
+
+    return Peer(run, merge_results(a, expected))
+
+
+def argmax_results(logits: Any, expected: Results) -> Callable[[Any], Results]:
+    def results(got: Any) -> Results:
+        return {"tokens": settle_ties(logits, np.asarray(got)[..., None], expected["tokens"][..., None])[..., 0]}
+
+    return results
+
+
+def numpy_argmax(a: Arguments, expected: Results) -> Peer:
+    logits = to_float32(a["logits"])
+    return Peer(lambda: logits.argmax(axis=-1), argmax_results(logits, expected))
+
+
+def numpy_sample(a: Arguments, _expected: Results) -> Peer:
+    """Gumbel-max with numpy's own noise: a Gumbel number is -log of an exponential one."""
+    logits, heat = to_float32(a["logits"]), np.asarray(a["temperatures"], np.float32)
+    rng = np.random.default_rng(0)
+
+    def run() -> Any:
+        noise = np.log(rng.standard_exponential(logits.shape, dtype=np.float32))
+        return (logits / heat[..., None] - noise).argmax(axis=-1)
+
+    return Peer(run, lambda _got: {})
+
+
+# ---- Attention ---------------------------------------------------------------------------------------------
+
+
+def gathered(a: Arguments) -> tuple[Any, Any, Any]:
+    """Live queries [B, Q, H, 576], the rows they see [B, S, 576] and who sees what, bool [B, Q, S]; float32."""
+    cache, table = a["kv_cache"], a.get("block_table")
+    seen = list(seen_rows(a))
+    queries = max((len(s.mask) for s in seen), default=0)
+    size = max((s.prefix_len - s.start + len(s.mask) for s in seen), default=0)
+    rows = np.zeros((len(seen), size, cache.shape[-1]), np.float32)
+    visible = np.zeros((len(seen), queries, size), bool)
+    for s in seen:
+        count, prefix = len(s.mask), s.prefix_len - s.start
+        logical = np.arange(s.start, s.prefix_len + count)
+        page = np.full(len(logical), s.request) if table is None else table[s.request, logical // cache.shape[1]]
+        rows[s.request, : len(logical)] = to_float32(cache[page, logical % cache.shape[1]])
+        visible[s.request, :count, :prefix] = True
+        visible[s.request, :count, prefix : prefix + count] = s.mask
+    return to_float32(a["q"])[:, :queries], rows, visible
+
+
+def attention_results(a: Arguments, expected: Results) -> Callable[[Any], Results]:
+    def results(got: Any) -> Results:
+        """With the queries that see nothing as the reference has them."""
+        out = expected["out"].copy()
+        sees = np.isfinite(expected["lse"])[:, : got.shape[1]]
+        out[:, : got.shape[1]][sees] = to_float32(got)[sees]
+        return {"out": out}
+
+    return results
+
+
+def numpy_verify_attn(a: Arguments, expected: Results) -> Peer:
+    q, rows, visible = gathered(a)
+    batch_size, queries, heads, width = q.shape
+    scale = np.float32(a["scale"])
+    out = np.zeros((batch_size, queries, heads, 512), np.float32)
+
+    def run() -> Any:
+        scores = (q * scale).reshape(batch_size, queries * heads, width) @ rows.transpose(0, 2, 1)
+        scores = scores.reshape(batch_size, queries, heads, -1)
+        np.copyto(scores, -np.inf, where=~visible[:, :, None])
+        largest = scores.max(axis=-1, keepdims=True, initial=np.float32(-1e30))  # finite also where nothing is seen
+        np.exp(np.subtract(scores, largest, out=scores), out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        weighed = scores.reshape(batch_size, queries * heads, -1) @ rows[..., :512]
+        np.divide(weighed.reshape(out.shape), total, out=out, where=total > 0)
+        return out
+
+    return Peer(run, attention_results(a, expected))
+
+
+def merged_results(a: Arguments, expected: Results) -> Callable[[Any], Results]:
+    def results(got: Any) -> Results:
+        """Without the empty and the broken rows."""
+        out, lse = (np.asarray(values).copy() for values in got)
+        odd = ~np.isfinite(a["lse_a"]) | ~np.isfinite(a["lse_b"]) | ~np.isfinite(expected["out"]).all(axis=-1)
+        out[odd], lse[odd] = expected["out"][odd], expected["lse"][odd]
+        return {"out": out, "lse": lse}
+
+    return results
+
+
+def numpy_merge_attn_states(a: Arguments, expected: Results) -> Peer:
+    out_a, out_b, lse_a, lse_b = (to_float32(a[name]) for name in ("out_a", "out_b", "lse_a", "lse_b"))
+
+    def run() -> Any:
+        with np.errstate(invalid="ignore"):
+            lse = np.logaddexp(lse_a, lse_b)
+            return np.exp(lse_a - lse)[..., None] * out_a + np.exp(lse_b - lse)[..., None] * out_b, lse
+
+    return Peer(run, merged_results(a, expected))
+
+
+# ---- Trees -------------------------------------------------------------------------------------------------
+
+
+def numpy_tree_build(a: Arguments, _expected: Results) -> Peer:
+    """The published host heap: Python's heapq."""
+    return Peer(lambda: reference.tree_build(**a), tree_results)
+
+
+TREE_FIELDS = ("tokens", "parents", "first_child", "next_sibling", "depths", "positions", "visibility", "node_count")
+
+
+def tree_results(tree: Tree) -> Results:
+    return {name: getattr(tree, name) for name in (*TREE_FIELDS, "log_probs")}
+
+
+def laid_out(tokens: Any, parents: Any, visible: Any, counts: Any, prefix_lens: Any) -> Tree:
+    """The layout from parents and ancestor masks [B, N, N], a batch at a time."""
+    batch_size, num_slots = tokens.shape
+    live = np.arange(num_slots) < counts[:, None]
+    tree = Tree.empty(batch_size, num_slots)
+    tree.node_count[:] = counts
+    tree.tokens[live], tree.parents[live], tree.log_probs[live] = tokens[live], parents[live], 0
+    visible &= live[:, :, None] & live[:, None, :]
+    tree.depths[live] = visible.sum(axis=2)[live] - 1
+    tree.positions[live] = (tree.depths + prefix_lens[:, None])[live]
+    octets = np.zeros((*tree.visibility.shape[:2], tree.visibility.shape[2] * 8), np.uint8)
+    octets[..., : (num_slots + 7) // 8] = np.packbits(visible, axis=2, bitorder="little")
+    tree.visibility[:] = octets.view("<u8")
+    # Slots sorted by parent, in slot order: neighbours with the same parent are siblings.
+    by = np.where(live, parents, num_slots)
+    order = np.argsort(by, axis=1, kind="stable")
+    by = np.take_along_axis(by, order, axis=1)
+    real, same = (by >= 0) & (by < num_slots), by[:, 1:] == by[:, :-1]
+    b, i = np.nonzero(real[:, 1:] & same)
+    tree.next_sibling[b, order[b, i]] = order[b, i + 1]
+    real[:, 1:] &= ~same
+    b, i = np.nonzero(real)
+    tree.first_child[b, by[b, i]] = order[b, i]
+    return tree
+
+
+def numpy_tree_from_parents(a: Arguments, _expected: Results) -> Peer:
+    tokens, parents, counts, lens = (
+        a["tokens"],
+        a["parents"],
+        np.asarray(a["node_counts"]),
+        np.asarray(a["prefix_lens"]),
+    )
+    requests = np.arange(len(tokens))
+
+    def run() -> Tree:
+        num_slots = tokens.shape[1]
+        visible = np.zeros((*tokens.shape, num_slots), bool)
+        for slot in range(num_slots):
+            if slot:
+                visible[:, slot] = visible[requests, parents[:, slot].clip(0, slot - 1)]
+            visible[:, slot, slot] = True
+        return laid_out(tokens, parents, visible, counts, lens)
+
+    return Peer(run, tree_results)
+
+
+def numpy_tree_from_visibility(a: Arguments, _expected: Results) -> Peer:
+    mask, tokens = a["visibility"], a["tokens"]
+    counts, lens = np.asarray(a["node_counts"]), np.asarray(a["prefix_lens"])
+
+    def run() -> Tree:
+        num_slots = tokens.shape[1]
+        above = np.tril(mask, -1)
+        parents = num_slots - 1 - above[:, :, ::-1].argmax(axis=2)  # the highest slot seen, but itself
+        parents[~above.any(axis=2)] = -1
+        return laid_out(tokens, parents, mask.copy(), counts, lens)
+
+    return Peer(run, tree_results)
+
+
+def numpy_tree_accept(a: Arguments, _expected: Results) -> Peer:
+    """All requests a step at a time."""
+    tree, targets = a["tree"], a["target_tokens"]
+
+    def run() -> Any:
+        batch_size, num_slots = tree.tokens.shape
+        requests, live = np.arange(batch_size), np.arange(num_slots) < tree.node_count[:, None]
+        tokens, path = np.full((2, batch_size, num_slots), -1, np.int32)
+        slot, walking = np.zeros(batch_size, np.int64), tree.node_count > 0
+        count = np.zeros(batch_size, np.int32)
+        for step in range(num_slots):
+            target = targets[requests, slot]
+            tokens[walking, step], path[walking, step] = target[walking], slot[walking]
+            count += walking
+            matches = (tree.parents == slot[:, None]) & (tree.tokens == target[:, None]) & live
+            child = matches.argmax(axis=1)
+            walking = walking & matches[requests, child]
+            if not walking.any():
+                break
+            slot = np.where(walking, child, slot)
+        return tokens, path, count
+
+    return Peer(run, lambda got: dict(zip(("tokens", "accept_index", "accept_len"), got, strict=True)))
+
+
+# ---- The cache ---------------------------------------------------------------------------------------------
+
+
+def moved_rows(a: Arguments, expected: Results) -> tuple[Any, Any]:
+    """Numbers of the rows to move, as rows of [pages * page_size]: from, to."""
+    accepted, table, page_size = a["accepted"], a.get("block_table"), a["cache"].shape[-2]
+    sources, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for b in np.flatnonzero(expected["status"] == 0).tolist():
+        path = accepted.accept_index[b, : accepted.accept_len[b]].astype(np.int64)
+        kept = np.arange(len(path))
+        moving = np.ones(len(path), bool) if a.get("out") is not None else path != kept
+        for rows, places in ((path, sources), (kept, targets)):
+            logical = int(a["prefix_lens"][b]) + rows[moving]
+            pages = b if table is None else table[b, logical // page_size].astype(np.int64)
+            places.append(pages * page_size + logical % page_size)
+    return np.concatenate(sources), np.concatenate(targets)
+
+
+def as_bits(array: Any) -> Any:
+    """Plain integers: bfloat16 is a tagged dtype in numpy."""
+    return array.view(f"i{array.itemsize}") if array.itemsize in (1, 2, 4, 8) else array
+
+
+def flat_rows(cache: Any) -> Any:
+    """[layers, pages * page_size, width]"""
+    return as_bits(cache).reshape(-1, cache.shape[-3] * cache.shape[-2], cache.shape[-1])
+
+
+def numpy_kv_compact(a: Arguments, expected: Results) -> Peer:
+    name = "cache" if a.get("out") is None else "out"
+    written = a[name].copy()
+    read = written if name == "cache" else a["cache"]
+    sources, targets = moved_rows(a, expected)
+    from_rows, to_rows = flat_rows(read), flat_rows(written)
+
+    def run() -> Any:
+        to_rows[:, targets] = from_rows[:, sources]
+        return written
+
+    return Peer(run, lambda got: {name: got})
+
+
+NUMPY: dict[str, Maker] = {
+    "topk_logprobs": numpy_topk_logprobs,
+    "topk_merge": numpy_topk_merge,
+    "tree_build": numpy_tree_build,
+    "tree_from_parents": numpy_tree_from_parents,
+    "tree_from_visibility": numpy_tree_from_visibility,
+    "verify_attn": numpy_verify_attn,
+    "merge_attn_states": numpy_merge_attn_states,
+    "argmax": numpy_argmax,
+    "sample": numpy_sample,
+    "tree_accept": numpy_tree_accept,
+    "kv_compact": numpy_kv_compact,
+}
+
+
+# ---- torch -------------------------------------------------------------------------------------------------
+
+
+class Torch:
+    """torch's versions, where it has the operation. Raises ImportError without torch."""
+
+    def __init__(self, threads: int) -> None:
+        self.torch: Any = importlib.import_module("torch")
+        self.torch.set_num_threads(threads)
+        self.version = str(self.torch.__version__)
+        self.makers: dict[str, Maker] = {
+            "topk_logprobs": self.topk_logprobs,
+            "topk_merge": self.topk_merge,
+            "verify_attn": self.verify_attn,
+            "merge_attn_states": self.merge_attn_states,
+            "argmax": self.argmax,
+            "sample": self.sample,
+            "kv_compact": self.kv_compact,
+        }
+
+    def tensor(self, array: Any) -> Any:
+        """On the same memory."""
+        if array.dtype.names is None and array.dtype.name != "bfloat16":
+            return self.torch.from_numpy(array)
+        return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
+
+    def topk_logprobs(self, a: Arguments, expected: Results) -> Peer:
+        torch, logits, k = self.torch, self.tensor(a["logits"]), min(a["k"], a["logits"].shape[-1])
+
+        def run() -> Any:
+            best, ids = torch.topk(logits, k)
+            return (best.float() - torch.logsumexp(logits.float(), -1, keepdim=True)).clamp(max=0), ids
+
+        return Peer(run, topk_results(to_float32(a["logits"]), expected))
+
+    def topk_merge(self, a: Arguments, expected: Results) -> Peer:
+        torch, logits, lse = self.torch, self.tensor(a["logits"]), self.tensor(a["lse"])
+
+        def run() -> Any:
+            best, places = torch.topk(logits.movedim(0, -2).flatten(-2), logits.shape[-1])
+            return (best - torch.logsumexp(lse, 0)[..., None].float()).clamp(max=0), places
+
+        return Peer(run, merge_results(a, expected))
+
+    def argmax(self, a: Arguments, expected: Results) -> Peer:
+        logits = self.tensor(a["logits"])
+        return Peer(lambda: logits.argmax(-1), argmax_results(to_float32(a["logits"]), expected))
+
+    def sample(self, a: Arguments, _expected: Results) -> Peer:
+        torch, logits = self.torch, self.tensor(a["logits"])
+        heat = torch.from_numpy(np.asarray(a["temperatures"], np.float32))[..., None]
+        return Peer(lambda: torch.multinomial(torch.softmax(logits.float() / heat, -1), 1), lambda _got: {})
+
+    def verify_attn(self, a: Arguments, expected: Results) -> Peer:
+        torch = self.torch
+        q, rows, visible = gathered(a)
+        dtype = self.tensor(a["q"][:0]).dtype
+        batch_size, queries, heads, width = q.shape
+        folded = torch.from_numpy(q.reshape(batch_size, 1, queries * heads, width)).to(dtype)
+        keys = torch.from_numpy(rows)[:, None].to(dtype)
+        values = keys[..., :512]
+        mask = torch.from_numpy(np.repeat(visible, heads, axis=1))[:, None]
+
+        def run() -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(
+                folded, keys, values, attn_mask=mask, scale=float(a["scale"])
+            )
+
+        check = attention_results(a, expected)
+        return Peer(run, lambda got: check(got.float().numpy().reshape(batch_size, queries, heads, 512)))
+
+    def merge_attn_states(self, a: Arguments, expected: Results) -> Peer:
+        torch = self.torch
+        out_a, out_b, lse_a, lse_b = (self.tensor(a[name]) for name in ("out_a", "out_b", "lse_a", "lse_b"))
+
+        def run() -> Any:
+            lse = torch.logaddexp(lse_a, lse_b)
+            return torch.exp(lse_a - lse)[..., None] * out_a + torch.exp(lse_b - lse)[..., None] * out_b, lse
+
+        return Peer(run, merged_results(a, expected))
+
+    def kv_compact(self, a: Arguments, expected: Results) -> Peer:
+        name = "cache" if a.get("out") is None else "out"
+        written = a[name].copy()
+        sources, targets = (self.torch.from_numpy(rows) for rows in moved_rows(a, expected))
+        to_rows = self.torch.from_numpy(flat_rows(written))
+        from_rows = to_rows if name == "cache" else self.torch.from_numpy(flat_rows(a["cache"]))
+
+        def run() -> Any:
+            to_rows.index_copy_(1, targets, from_rows.index_select(1, sources))
+            return written
+
+        return Peer(run, lambda got: {name: got})

@@ -1,0 +1,421 @@
+"""`kdtree bench`: how long each operation takes, beside what users have without it, and against an earlier run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import numpy as np
+
+from .. import cases, ops
+from .._context import Context
+from .._errors import KdtError, Status
+from ..bench import check
+from ..bench.measure import Machine, Timing, time_cold, time_warm
+from ..bench.model import MODELS
+from ..bench.peers import NUMPY, Peer, Torch, usable
+from ._common import figure_for, json_option, print_json, print_table, printable, progress
+from .info import environment as installed
+
+FAILED, FIXTURE, NOTHING_MATCHED = 1, 4, 5
+
+PEER_SLACK = 10
+"""Peers are checked for meaning the same, not for precision: so many times the tolerances."""
+
+Row = dict[str, Any]
+
+
+class RunByDefault(click.Group):
+    """`kdtree bench` and `kdtree bench --option` mean `kdtree bench run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=RunByDefault)
+def bench() -> None:
+    """Time the operations, compare two runs, draw one.
+
+    Without a command: run (kdtree bench run --help for its options).
+    """
+
+
+def stop(code: int, message: str) -> NoReturn:
+    click.echo(f"kdtree: {message}", err=True)
+    sys.exit(code)
+
+
+# ---- run ---------------------------------------------------------------------------------------------------
+
+
+def selected(pattern: str | None) -> list[cases.Case]:
+    """The cases that are one call each: those of the bench, or those that match."""
+    calls = [case for case in cases.CASES if case.operation in MODELS]
+    if pattern is None:
+        return [case for case in calls if case.bench]
+    found = [case for case in calls if case.name == pattern] or [case for case in calls if pattern in case.name]
+    if not found:
+        stop(NOTHING_MATCHED, f"no case that is one call matches {pattern!r}")
+    return found
+
+
+class Prepared:
+    """Stands in for the package in `cases.run`, and keeps the call it made."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.call: ops.Call[Any]
+
+    def __getattr__(self, operation: str) -> Any:
+        prepare = getattr(ops, operation).prepare
+
+        def function(**arguments: Any) -> Any:
+            self.call = prepare(**arguments, context=self.context)
+            self.call.launch()
+            return self.call.result
+
+        return function
+
+
+def timing_fields(timing: Timing) -> Row:
+    return {"median_us": timing.median * 1e6, "spread": timing.spread, "samples": timing.samples}
+
+
+class Bench:
+    """Checks and times cases with one set of options."""
+
+    def __init__(self, context: Context, min_time: float, peers: bool, torch: Torch | None) -> None:
+        self.context, self.min_time, self.peers, self.torch = context, min_time, peers, torch
+        self.machine = Machine(context.num_threads, min_time)
+
+    def command(self, case: cases.Case) -> str:
+        words = ["kdtree", "bench", "run", "-k", case.name, "--backend", self.context.backend]
+        words += ["--threads", str(self.context.num_threads), "--min-time", str(self.min_time)]
+        return shlex.join(words if self.peers else [*words, "--no-peers"])
+
+    def row(self, case: cases.Case) -> Row:
+        """Runs once and compares with the reference; times only what is right."""
+        arguments = case.arguments()
+        row: Row = {"case": case.name, "operation": case.operation, "backend": self.context.backend, "ok": False}
+        numbers = ("median_us", "spread", "samples", "cold_median_us", "gb_per_s", "gflop_per_s")
+        row.update(dict.fromkeys(("error", "bytes", "flop", *numbers)), peers={}, command=self.command(case))
+        expected = check.expected(case.operation, arguments)
+        prepared = Prepared(self.context)
+        try:
+            results = cases.run(prepared, case.operation, arguments)
+            row["error"] = check.mismatch(case.operation, arguments, results, expected)
+        except KdtError as error:
+            row["error"] = str(error)
+        if row["error"] is not None:
+            return row
+        row["ok"] = True
+        work = MODELS[case.operation](arguments, results)
+        # From here on kv_compact's call moves rows of a cache whose content no longer matters.
+        timing = time_warm(prepared.call.launch, self.min_time)
+        cold = time_cold(prepared.call.launch, self.min_time, self.machine.read)
+        row.update(timing_fields(timing), bytes=work.bytes, flop=work.flop, cold_median_us=cold.median * 1e6)
+        row["gb_per_s"] = work.bytes / timing.median / 1e9
+        row["gflop_per_s"] = work.flop / timing.median / 1e9 if work.flop else None
+        if self.peers and usable(case.operation, arguments):
+            makers = {"numpy": NUMPY, "torch": {} if self.torch is None else self.torch.makers}
+            for name, operations in makers.items():
+                if case.operation in operations:
+                    row["peers"][name] = self.peer(case.operation, name, arguments, expected, timing)
+        return row
+
+    def peer(self, operation: str, name: str, arguments: cases.Arguments, expected: cases.Results, ours: Timing) -> Row:
+        """A peer's time and ours as a multiple of it; or why there is none."""
+        maker = NUMPY[operation] if name == "numpy" or self.torch is None else self.torch.makers[operation]
+        with self.quiet():
+            try:
+                peer: Peer = maker(arguments, expected)
+                results = peer.results(peer.run())
+            except Exception as error:  # peers take ordinary input; whatever else they make of it is not ours
+                return {"error": f"{type(error).__name__}: {error}"}
+            # Only rows and requests without a flag: what to make of bad ones is this project's own.
+            rows = expected["status"] == 0 if "status" in expected else None
+            problem = check.mismatch(operation, arguments, results, expected, slack=PEER_SLACK, rows=rows)
+            if problem is not None:
+                return {"error": problem}
+            timing = time_warm(peer.run, self.min_time)
+        return {**timing_fields(timing), "ratio": ours.median / timing.median, "checked": bool(results)}
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No warnings of numpy's, and no autograd."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(np.errstate(all="ignore"))
+            if self.torch is not None:
+                stack.enter_context(self.torch.torch.inference_mode())
+            yield
+
+    def environment(self) -> Row:
+        facts = installed()
+        del facts["cpu_threads"]
+        return {
+            **facts,
+            "torch": None if self.torch is None else self.torch.version,
+            "cpu": facts["backends"]["cpu"]["devices"][0]["name"],
+            "threads": self.context.num_threads,
+            "min_time_s": self.min_time,
+            "load_average": os.getloadavg()[0],
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **self.machine.rates(),
+        }
+
+
+def find_torch(threads: int) -> Torch | None:
+    try:
+        return Torch(threads)
+    except ImportError:
+        return None
+
+
+def seconds_option(_context: Any, _parameter: Any, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise click.BadParameter(f"expected seconds >= 0, got {value}")
+    return value
+
+
+@bench.command()
+@click.option("-k", "pattern", help="The case of this name, or all whose name contains it; default: the bench cases.")
+@click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--threads", type=click.IntRange(0, 2**31 - 1), default=0, help="CPU threads; default: all.")
+@click.option(
+    "--min-time",
+    type=float,
+    default=0.3,
+    show_default=True,
+    callback=seconds_option,
+    help="Seconds to spend on each measurement, at least.",
+)
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also time numpy's and torch's versions.")
+@json_option
+def run(pattern: str | None, backend: str, threads: int, min_time: float, peers: bool, as_json: bool) -> None:
+    """Check each case against the reference, then time one call of the C ABI.
+
+    us is the median, spread (p90 - p10) / median, of the same call over and over on the same arrays (warm); cold is
+    the median of single calls after a walk over more memory than the last-level cache. GB/s and GFLOP/s count what the
+    operation cannot do without: inputs read once, results written once (for kv_compact the rows moved, for attention
+    the rows seen). ours/numpy and ours/torch are our time over theirs, torch's where it can be imported; torch gets
+    the same number of threads, numpy's matrix product takes what OPENBLAS_NUM_THREADS gives it. Exit code 1: a result
+    was wrong, and not timed.
+    """
+    context = Context(backend=backend, num_threads=threads)  # no CUDA code or no GPU: exit 3 with the reason
+    if backend == "cuda":
+        message = "the operations have no CUDA version yet, so there is nothing to time on the GPU"
+        raise KdtError(message, Status.UNSUPPORTED)
+    chosen = selected(pattern)
+    bench = Bench(context, min_time, peers, find_torch(context.num_threads) if peers else None)
+    rows = []
+    with progress(len(chosen) + 1, "timing") as bar:
+        facts = bench.environment()
+        bar.update(1)
+        if facts["load_average"] > 0.5:
+            click.echo(f"\nkdtree: this machine is not idle (load {facts['load_average']:.1f}): times vary", err=True)
+        for case in chosen:
+            rows.append(bench.row(case))
+            bar.update(1)
+    if as_json:
+        print_json({"environment": facts, "rows": rows})
+    else:
+        print_run(facts, rows)
+    wrong = [row for row in rows if not row["ok"]]
+    for row in wrong:
+        click.echo(f"kdtree: {row['case']}: {row['error']}\n        again: {row['command']}", err=True)
+    if wrong:
+        sys.exit(FAILED)
+
+
+def microseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def print_run(facts: Row, rows: list[Row]) -> None:
+    versions = f"numpy {facts['numpy']}" + (f", torch {facts['torch']}" if facts["torch"] else "")
+    click.echo(f"{facts['cpu']}, {facts['threads']} threads, {versions}, library {facts['library']['version']}")
+    click.echo(
+        f"read {facts['read_gb_per_s']:.1f} GB/s, copy {facts['copy_gb_per_s']:.1f} GB/s, "
+        f"numpy sgemm {facts['sgemm_gflop_per_s']:.0f} GFLOP/s\n"
+    )
+    names = [name for name in ("numpy", "torch") if any(name in row["peers"] for row in rows)]
+    header = ["case", "us", "spread", "cold us", "GB/s", "GFLOP/s"]
+    for name in names:
+        header += [f"{name} us", f"ours/{name}"]
+    table = []
+    for row in rows:
+        cells = [row["case"], microseconds(row["median_us"]) if row["ok"] else "WRONG", number(row["spread"], ".0%")]
+        cells += [
+            microseconds(row["cold_median_us"]),
+            number(row["gb_per_s"], ".2f"),
+            number(row["gflop_per_s"], ".1f"),
+        ]
+        for name in names:
+            peer = row["peers"].get(name, {})
+            cells += ["differs" if "error" in peer else microseconds(peer.get("median_us"))]
+            cells += [number(peer.get("ratio"), ".3f")]
+        table.append(cells)
+    print_table(header, table)
+
+
+# ---- compare -----------------------------------------------------------------------------------------------
+
+
+def load_run(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
+    """The environment and the rows, by case and backend, of a file that `run --json` wrote; else exit 4."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        stop(FIXTURE, f"{path}: {error.strerror or error}")
+    except (ValueError, RecursionError):
+        stop(FIXTURE, f"{path}: no bench file, not JSON")
+    if not isinstance(content, dict) or not isinstance(content.get("environment"), dict):
+        stop(FIXTURE, f"{path}: no bench file, expected an object with environment and rows")
+    rows = content.get("rows")
+    if not isinstance(rows, list) or not all(is_row(row) for row in rows):
+        stop(FIXTURE, f"{path}: no bench file, its rows are not those of `kdtree bench run --json`")
+    return content["environment"], {(row["case"], row["backend"]): row for row in rows}
+
+
+def is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("peers"), dict) or not isinstance(row.get("ok"), bool):
+        return False
+    if not all(isinstance(peer, dict) and ("error" in peer or is_timing(peer)) for peer in row["peers"].values()):
+        return False
+    return all(isinstance(row.get(name), str) for name in ("case", "backend")) and (is_timing(row) or not row["ok"])
+
+
+def is_timing(fields: Row) -> bool:
+    median, spread = fields.get("median_us"), fields.get("spread")
+    return all(isinstance(value, (int, float)) and 0 <= value < 1e15 for value in (median, spread)) and median != 0
+
+
+def verdict(old: Row, new: Row, threshold: float) -> str:
+    """SAME within the threshold; UNSURE where the spreads cover the difference; WRONG has no time to compare."""
+    if not new["ok"]:
+        return "WRONG"
+    if not old["ok"]:
+        return "UNSURE"
+    before, after = old["median_us"], new["median_us"]
+    difference = after - before
+    if abs(difference) <= threshold * before:
+        return "SAME"
+    if abs(difference) <= (old["spread"] * before + new["spread"] * after) / 2:
+        return "UNSURE"
+    return "SLOW" if difference > 0 else "FAST"
+
+
+def parse_threshold(_context: Any, _parameter: Any, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text.strip(), re.ASCII)
+    value = float(found[1]) / (100 if found[2] else 1) if found else math.nan
+    if not 0 <= value < 1:
+        raise click.BadParameter(f"expected a percentage like 5% or a fraction like 0.05, below 1, got {text!r}")
+    return value
+
+
+@bench.command()
+@click.argument("old", type=click.Path(path_type=Path), metavar="OLD.json")
+@click.argument("new", type=click.Path(path_type=Path), metavar="NEW.json")
+@click.option(
+    "--threshold", default="5%", show_default=True, callback=parse_threshold, help="The difference that still is SAME."
+)
+@json_option
+def compare(old: Path, new: Path, threshold: float, as_json: bool) -> None:
+    """Compare two files written by `kdtree bench run --json`, case by case.
+
+    SAME, FAST or SLOW say what became of our median; UNSURE that half the spreads of both runs together cover the
+    difference; WRONG that the new result was not right. Exit code 1: a row is SLOW or WRONG; 5: no row is in both.
+    """
+    (old_facts, old_rows), (new_facts, new_rows) = load_run(old), load_run(new)
+    both = [key for key in old_rows if key in new_rows]
+    if not both:
+        stop(NOTHING_MATCHED, f"no case is in both {old} and {new}")
+    for fact in ("cpu", "threads"):
+        if old_facts.get(fact) != new_facts.get(fact):
+            words = [printable(str(facts.get(fact))) for facts in (old_facts, new_facts)]
+            click.echo(f"kdtree: the runs differ in {fact}: {words[0]} and {words[1]}", err=True)
+    rows: list[Row] = []
+    for key in both:
+        before, after = old_rows[key], new_rows[key]
+        timed = before["ok"] and after["ok"]
+        rows.append(
+            {
+                "case": key[0],
+                "backend": key[1],
+                "old_us": before["median_us"] if before["ok"] else None,
+                "new_us": after["median_us"] if after["ok"] else None,
+                "change": after["median_us"] / before["median_us"] - 1 if timed else None,
+                "verdict": verdict(before, after, threshold),
+            }
+        )
+    alone = {"only_old": sorted(c for c, _ in old_rows.keys() - new_rows.keys())}
+    alone["only_new"] = sorted(c for c, _ in new_rows.keys() - old_rows.keys())
+    if as_json:
+        print_json({"threshold": threshold, "rows": rows, **alone})
+    else:
+        keys = ("old_us", "new_us")
+        table = [
+            (printable(r["case"]), *(microseconds(r[k]) for k in keys), number(r["change"], "+.1%"), r["verdict"])
+            for r in rows
+        ]
+        print_table(("case", "old us", "new us", "change", "verdict"), table)
+        for name, where in (("only_old", old), ("only_new", new)):
+            if alone[name]:
+                click.echo(f"only in {where}: {printable(', '.join(alone[name]))}", err=True)
+    if any(row["verdict"] in ("SLOW", "WRONG") for row in rows):
+        sys.exit(FAILED)
+
+
+# ---- plot --------------------------------------------------------------------------------------------------
+
+
+@bench.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.json")
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.png")
+def plot(file: Path, out: Path) -> None:
+    """Draw a file written by `kdtree bench run --json`: our time and the peers', case by case (extra: plots)."""
+    figure = figure_for("OUT", out, (9, 1.5 + 0.45 * 10))
+    facts, found = load_run(file)
+    rows = [row for row in found.values() if row["ok"]]
+    if not rows:
+        stop(NOTHING_MATCHED, f"{file}: no timed row to draw")
+    figure.set_figheight(1.5 + 0.45 * len(rows))
+    axes = figure.add_subplot()
+    series: dict[str, list[tuple[int, float]]] = {"kdtree-engine": []}  # (place, time), the first row on top
+    for place, row in zip(reversed(range(len(rows))), rows, strict=True):
+        series["kdtree-engine"].append((place, row["median_us"]))
+        for name, peer in row["peers"].items():
+            if "error" not in peer:
+                series.setdefault(printable(name), []).append((place, peer["median_us"]))
+    height = 0.8 / len(series)
+    for i, (name, times) in enumerate(series.items()):
+        offset = (len(series) - 1) / 2 - i
+        axes.barh([place + offset * height for place, _ in times], [time for _, time in times], height, label=name)
+    labels = [
+        printable(row["case"] if row["backend"] == "cpu" else f"{row['case']} ({row['backend']})") for row in rows
+    ]
+    axes.set_yticks(list(reversed(range(len(rows)))), labels)
+    axes.set_xscale("log")
+    axes.set_xlabel("median time of a call (us, log scale)")
+    title = f"{facts.get('cpu', '?')}, {facts.get('threads', '?')} threads"
+    axes.set_title(printable(title), fontsize="medium", parse_math=False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    figure.savefig(out)
+    click.echo(f"wrote {out}", err=True)
