@@ -35,6 +35,11 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> int:
     return subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode
 
 
+def tool_path() -> str:
+    """PATH with this Python's own folder first: a venv's cmake is found even when the venv is not activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def find_checkout() -> Path:
     """The checkout whose tests to run: the package's own, or the current directory's."""
     root = source_root()
@@ -51,7 +56,7 @@ def test_programs(build: Path) -> list[Path]:
     manifest = build / "tests_cpp" / "programs.txt"
     if not manifest.is_file():
         raise TestSetupError(f"no C++ tests in {build}: run tools/dev-setup (or cmake --preset {build.name}) first")
-    cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    cmake = shutil.which("cmake", path=tool_path())
     if cmake is not None and run([cmake, "--build", str(build)]) != 0:
         raise TestSetupError(f"building {build} failed")
     return [Path(line) for line in manifest.read_text().splitlines()]
@@ -86,7 +91,7 @@ def run_python(root: Path, pattern: str | None, library: Path, report: Path) -> 
     command = [sys.executable, "-m", "pytest", str(root / "py" / "tests"), f"--junitxml={report}", f"--rootdir={root}"]
     if pattern is not None:
         command += ["-k", pattern]
-    code = run(command, {**os.environ, "KDTREE_LIBRARY": str(library)})
+    code = run(command, {**os.environ, "KDTREE_LIBRARY": str(library), "PATH": tool_path()})
     if code == 5 and pattern is not None:  # pytest: no test matched
         return {"passed": 0, "failed": 0, "skipped": 0}
     if not report.is_file():
