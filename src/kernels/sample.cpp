@@ -1,58 +1,47 @@
-// Entry of sample: argument checks and the choice of backend.
-#include "args.hpp"
+// Entry of sample: the checks on its arguments.
 #include "cpu/ops.hpp"
+#include "operation.hpp"
 
 namespace kdt {
 namespace {
 
-int32_t resolve(const char* fn, const kdt_context* context, const kdt_sample_params* given, Arrays arrays,
-                kdt_sample_params* p, ArrayChecker* checker) {
-  KDT_TRY(check_not_null(fn, "context", context));
-  KDT_TRY(read_struct(fn, "params", given, p));
-  KDT_TRY(check_reserved(fn, "reserved0", p->reserved0 == 0));
-  KDT_TRY(check_reserved(fn, "allowed", p->allowed == nullptr));
-  KDT_TRY(check_logits(fn, p->num_rows, p->vocab_size, p->logits_dtype, p->id_offset, &p->logits_stride));
-  KDT_TRY(settle_rows_per_request(fn, p->num_rows, &p->rows_per_request));
-  if (arrays == Arrays::kIgnore) return KDT_OK;
+struct Call {
+  using Params = kdt_sample_params;
+  Params p;
 
-  using Use = ArrayChecker::Use;
-  const int64_t r = p->num_rows, element = float_dtype_size(p->logits_dtype);
-  KDT_TRY(checker->add_bytes("logits", p->logits, Use::kIn, r, p->logits_stride, p->vocab_size, element,
-                             static_cast<size_t>(element)));
-  KDT_TRY(checker->add("temperatures", p->temperatures, Use::kIn, r));
-  KDT_TRY(checker->add("positions", p->positions, Use::kIn, r));
-  KDT_TRY(checker->add("request_ids", p->request_ids, Use::kIn, r));
-  KDT_TRY(checker->add("num_live", p->num_live, Use::kOptionalIn, 1));
-  KDT_TRY(checker->add("tokens", p->tokens, Use::kOut, r));
-  KDT_TRY(checker->add("values", p->values, Use::kOptionalOut, r));
-  return checker->add("status", p->status, Use::kOptionalOut, r);
-}
+  int32_t resolve(const char* fn, const kdt_context&, const Params* given, Arrays arrays, ArrayChecker* checker) {
+    KDT_TRY(read_struct(fn, "params", given, &p));
+    KDT_TRY(check_reserved(fn, "reserved0", p.reserved0 == 0));
+    KDT_TRY(check_reserved(fn, "allowed", p.allowed == nullptr));
+    KDT_TRY(check_logits(fn, p.num_rows, p.vocab_size, p.logits_dtype, p.id_offset, &p.logits_stride));
+    KDT_TRY(settle_rows_per_request(fn, p.num_rows, &p.rows_per_request));
+    if (arrays == Arrays::kIgnore) return KDT_OK;
+
+    using Use = ArrayChecker::Use;
+    const int64_t r = p.num_rows, element = float_dtype_size(p.logits_dtype);
+    KDT_TRY(checker->add_bytes("logits", p.logits, Use::kIn, r, p.logits_stride, p.vocab_size, element,
+                               static_cast<size_t>(element)));
+    KDT_TRY(checker->add("temperatures", p.temperatures, Use::kIn, r));
+    KDT_TRY(checker->add("positions", p.positions, Use::kIn, r));
+    KDT_TRY(checker->add("request_ids", p.request_ids, Use::kIn, r));
+    KDT_TRY(checker->add("num_live", p.num_live, Use::kOptionalIn, 1));
+    KDT_TRY(checker->add("tokens", p.tokens, Use::kOut, r));
+    KDT_TRY(checker->add("values", p.values, Use::kOptionalOut, r));
+    return checker->add("status", p.status, Use::kOptionalOut, r);
+  }
+
+  size_t workspace_size(const kdt_context&) const { return 0; }
+  void run(const kdt_context& context, void*) const { cpu::sample(context, p); }
+};
 
 }  // namespace
 }  // namespace kdt
 
 int32_t kdt_sample_workspace_size(const kdt_context* context, const kdt_sample_params* params, size_t* size) {
-  constexpr const char* fn = "kdt_sample_workspace_size";
-  return kdt::guarded(fn, [&]() -> int32_t {
-    KDT_TRY(kdt::check_not_null(fn, "size", size));
-    *size = 0;
-    kdt_sample_params p;
-    KDT_TRY(kdt::resolve(fn, context, params, kdt::Arrays::kIgnore, &p, nullptr));
-    if (context->backend != KDT_BACKEND_CPU) return kdt::no_cuda_kernel(fn);
-    return KDT_OK;  // the CPU needs none
-  });
+  return kdt::query_workspace<kdt::Call>("kdt_sample_workspace_size", context, params, size);
 }
 
 int32_t kdt_sample(const kdt_context* context, const kdt_sample_params* params, void* workspace,
                    size_t workspace_size, void* stream) {
-  constexpr const char* fn = "kdt_sample";
-  return kdt::guarded(fn, [&]() -> int32_t {
-    kdt_sample_params p;
-    kdt::ArrayChecker checker(fn);
-    KDT_TRY(kdt::resolve(fn, context, params, kdt::Arrays::kCheck, &p, &checker));
-    if (context->backend != KDT_BACKEND_CPU) return kdt::no_cuda_kernel(fn);
-    KDT_TRY(kdt::check_call(fn, *context, stream, workspace, workspace_size, 0, &checker));
-    kdt::cpu::sample(*context, p);
-    return KDT_OK;
-  });
+  return kdt::launch<kdt::Call>("kdt_sample", context, params, workspace, workspace_size, stream);
 }
