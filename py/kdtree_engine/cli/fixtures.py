@@ -110,11 +110,19 @@ def gen(pattern: str | None, folder: Path | None, as_json: bool) -> None:
 @json_option
 def list_cases(pattern: str | None, folder: Path | None, as_json: bool) -> None:
     """List the table's cases, and whether their fixtures are there."""
-    target = fixtures_folder(folder)
-    rows = [(case.name, (target / f"{case.name}.kdtr").is_file(), case.bench) for case in selected(pattern)]
+    target = fixtures_folder(folder) if folder is not None or source_root() is not None else None
+    rows = [
+        (case.name, target is not None and (target / f"{case.name}.kdtr").is_file(), case.bench)
+        for case in selected(pattern)
+    ]
     if as_json:
         keys = ("name", "present", "bench")
-        print_json({"folder": str(target), "cases": [dict(zip(keys, row, strict=True)) for row in rows]})
+        print_json(
+            {
+                "folder": None if target is None else str(target),
+                "cases": [dict(zip(keys, row, strict=True)) for row in rows],
+            }
+        )
         return
     words = [(name, "yes" if present else "no", "yes" if bench else "") for name, present, bench in rows]
     print_table(("case", "fixture", "bench"), words)
