@@ -84,7 +84,7 @@ def float_view(name: str, value: Any, shape: Sequence[int | None], *, writable: 
     return array, CODES[kind]
 
 
-def rows_view(name: str, value: Any, *, writable: bool = False) -> tuple[View, int, int]:
+def rows_view(name: str, value: Any) -> tuple[View, int, int]:
     """[..., V] floats as rows: the view, its code and the distance from row to row in elements.
 
     The leading dimensions must be evenly strided, as if they were one.
@@ -92,7 +92,7 @@ def rows_view(name: str, value: Any, *, writable: bool = False) -> tuple[View, i
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         got = "0 dimensions" if isinstance(value, np.ndarray) else type(value).__name__
         raise KdtValueError(f"argument '{name}': expected an array [..., V], got {got}")
-    array, code = float_view(name, value, (None,) * value.ndim, writable=writable)
+    array, code = float_view(name, value, (None,) * value.ndim)
     return array, code, row_stride(name, array)
 
 

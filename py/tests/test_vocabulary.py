@@ -339,6 +339,17 @@ def test_shards_agree_with_the_whole() -> None:
     assert best.tolist() == whole.tolist()
 
 
+def test_a_prepared_call_reads_its_arrays_at_each_launch() -> None:
+    arguments = sampling_arguments(np.random.default_rng(12), 30, 240)
+    other = sampling_arguments(np.random.default_rng(13), 30, 240)
+    call = kdt.sample.prepare(**arguments)
+    for name in ("logits", "temperatures", "positions", "request_ids"):
+        arguments[name][:] = other[name]
+        call.launch()
+        assert call.result.tolist() == kdt.reference.sample(**arguments).tolist(), name
+    assert call.result.tolist() == kdt.sample(**other).tolist()
+
+
 def test_what_is_no_distribution_or_no_temperature(backend: Any) -> None:
     rows = [[1, 2, 3]] * 4 + [[1, NAN, 2], [-INF] * 3, [1, INF, INF], [-INF, INF, -INF], [-INF, 4, -INF], [3, 3, 1]]
     tokens, values, status = backend.sample(

@@ -102,6 +102,12 @@ class ArrayChecker {
   }
   int32_t add_bytes(const char* name, const void* array, Use use, int64_t count, int64_t stride, int64_t extent,
                     int64_t element_size, size_t alignment);
+  // An array of one of the float dtypes.
+  int32_t add_floats(const char* name, const void* array, int32_t dtype, Use use, int64_t count, int64_t stride,
+                     int64_t extent) {
+    const int64_t size = float_dtype_size(dtype);
+    return add_bytes(name, array, use, count, stride, extent, size, static_cast<size_t>(size));
+  }
 
   // All arrays of a tree, as an operation that returns one writes them.
   int32_t add_output_tree(const kdt_tree& tree);

@@ -3,13 +3,8 @@
 
 #include <cstdint>
 
+#include "host_device.hpp"
 #include "kdtree/kdtree.h"
-
-#ifdef __CUDACC__
-#define KDT_HOST_DEVICE __host__ __device__
-#elif !defined(KDT_HOST_DEVICE)
-#define KDT_HOST_DEVICE
-#endif
 
 namespace kdt {
 

@@ -40,14 +40,8 @@ int32_t read_cache(const char* fn, const CacheNames& names, const kdt_kv_cache* 
                           {names.page_stride, c->num_pages, c->page_stride},
                           {names.layer_stride, c->layer_data == nullptr ? c->num_layers : 1, c->layer_stride}},
                          c->row_width));
-  int64_t rows;
-  if (__builtin_mul_overflow(c->page_size - int64_t{1}, c->row_stride, &rows) ||
-      __builtin_mul_overflow(c->num_pages - int64_t{1}, c->page_stride, layer_extent) ||
-      __builtin_add_overflow(*layer_extent, rows, layer_extent) ||
-      __builtin_add_overflow(*layer_extent, c->row_width, layer_extent)) {
-    return fail(KDT_ERR_STRIDE, fn, "argument '%s': a layer does not fit in the address space", names.self);
-  }
-  return KDT_OK;
+  return nested_extent(fn, names.self, c->num_pages, c->page_stride, c->page_size, c->row_stride, c->row_width,
+                       layer_extent);
 }
 
 int32_t add_cache(const char* fn, const CacheNames& names, const kdt_context& context, const kdt_kv_cache& c,

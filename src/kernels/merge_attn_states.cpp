@@ -84,9 +84,7 @@ struct Call {
     const auto add_out = [&](const State& s, Use use) -> int32_t {
       int64_t extent;
       KDT_TRY(nested_extent(fn, s.out_name, p.num_rows, s.row_stride, h, s.head_stride, d, &extent));
-      const int64_t size = float_dtype_size(s.dtype);
-      return checker->add_bytes(s.out_name, s.out, use, p.num_rows == 0 ? 0 : 1, 1, extent, size,
-                                static_cast<size_t>(size));
+      return checker->add_floats(s.out_name, s.out, s.dtype, use, p.num_rows == 0 ? 0 : 1, 1, extent);
     };
     const auto add_lse = [&](const State& s, Use use) -> int32_t {
       int64_t extent;

@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define KDT_HOST_DEVICE __host__ __device__
-#else
-#define KDT_HOST_DEVICE
-#endif
+#include "host_device.hpp"
 
 namespace kdt {
 

@@ -25,9 +25,8 @@ struct Call {
     if (arrays == Arrays::kIgnore) return KDT_OK;
 
     using Use = ArrayChecker::Use;
-    const int64_t r = p.num_rows, k = p.num_candidates, element = float_dtype_size(p.logits_dtype);
-    KDT_TRY(checker->add_bytes("logits", p.logits, Use::kIn, r, p.logits_stride, p.vocab_size, element,
-                               static_cast<size_t>(element)));
+    const int64_t r = p.num_rows, k = p.num_candidates;
+    KDT_TRY(checker->add_floats("logits", p.logits, p.logits_dtype, Use::kIn, r, p.logits_stride, p.vocab_size));
     KDT_TRY(checker->add("num_live", p.num_live, Use::kOptionalIn, 1));
     KDT_TRY(checker->add("log_probs", p.log_probs, Use::kOut, r, p.log_probs_stride, k));
     KDT_TRY(checker->add("token_ids", p.token_ids, Use::kOut, r, p.token_ids_stride, k));

@@ -90,12 +90,12 @@ struct Call {
     using Use = ArrayChecker::Use;
     const int64_t b = p.batch_size;
     const auto add = [&](const char* name, const void* array, Use use, int64_t stride, int64_t row_stride,
-                         int64_t head_stride, int64_t width, int64_t size) -> int32_t {
+                         int64_t head_stride, int64_t width, int32_t dtype) -> int32_t {
       int64_t extent;
       KDT_TRY(nested_extent(fn, name, rows, row_stride, h, head_stride, width, &extent));
-      return checker->add_bytes(name, array, use, b, stride, extent, size, static_cast<size_t>(size));
+      return checker->add_floats(name, array, dtype, use, b, stride, extent);
     };
-    KDT_TRY(add("q", p.q, Use::kIn, p.q_stride, p.q_row_stride, p.q_head_stride, kQkDim, element));
+    KDT_TRY(add("q", p.q, Use::kIn, p.q_stride, p.q_row_stride, p.q_head_stride, kQkDim, p.q_dtype));
     KDT_TRY(add_cache(fn, kCacheNames, context, cache, layer_extent, p.batch_size, Use::kIn, checker));
     if (reinterpret_cast<uintptr_t>(cache.data) % static_cast<uintptr_t>(element) != 0) {
       return fail(KDT_ERR_ALIGNMENT, fn, "argument '%s': expected a pointer aligned to %d bytes, got %p",
@@ -110,9 +110,8 @@ struct Call {
                            (n - 1) * tree.visibility_pitch + words));
       KDT_TRY(checker->add("tree.node_count", tree.node_count, Use::kOptionalIn, b));
     }
-    KDT_TRY(add("out", p.out, Use::kOut, p.out_stride, p.out_row_stride, p.out_head_stride, kVDim,
-                float_dtype_size(p.out_dtype)));
-    KDT_TRY(add("lse", p.lse, Use::kOut, p.lse_stride, p.lse_row_stride, p.lse_head_stride, 1, 4));
+    KDT_TRY(add("out", p.out, Use::kOut, p.out_stride, p.out_row_stride, p.out_head_stride, kVDim, p.out_dtype));
+    KDT_TRY(add("lse", p.lse, Use::kOut, p.lse_stride, p.lse_row_stride, p.lse_head_stride, 1, KDT_F32));
     return checker->add("status", p.status, Use::kOptionalOut, b);
   }
 

@@ -199,6 +199,8 @@ def sample(
     positions     i32 [...] of the token to be emitted: for the slots of a tree, tree.positions + 1.
     request_ids   i64, a number, [B] or [...].
 
+    With `sample.prepare`, full contiguous arrays are read at each launch; what is spread over rows is copied once.
+
     The noise depends on (seed, request id, position, token id) alone, so a result depends on neither batch nor slot,
     and the samples at a tree's nodes equal a chain's at the same positions; kdtree.h gives the formula to the bit.
     Returns as `argmax`; values are the winning scores.
@@ -241,7 +243,10 @@ def _numbers(name: str, value: Any, dtype: type[np.generic]) -> Any:
 
 
 def _per_row(name: str, value: Any, dtype: type[np.generic], leading: tuple[int, ...]) -> View:
-    """One number a row, contiguous. A number, or one for each of the first dimensions ([B]), serves all their rows."""
+    """One number a row, contiguous. A number, or one for each of the first dimensions ([B]), serves all their rows.
+
+    A full contiguous array is used as it is, so that a later launch sees its new contents.
+    """
     if not isinstance(value, np.ndarray):
         value = _numbers(name, value, dtype)
     given = view(name, value, dtype, (None,) * value.ndim)
@@ -251,7 +256,7 @@ def _per_row(name: str, value: Any, dtype: type[np.generic], leading: tuple[int,
             Status.SHAPE,
         )
     spread = np.broadcast_to(value.reshape(value.shape + (1,) * (len(leading) - value.ndim)), leading)
-    return view(name, np.array(spread, order="C"), dtype, leading)
+    return view(name, np.asarray(spread, order="C"), dtype, leading)
 
 
 def _tokens_of_rows(

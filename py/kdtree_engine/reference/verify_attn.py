@@ -10,7 +10,7 @@ from .._floats import from_float32, to_float32
 from ..types import StatusFlag
 from ._layout import clamp, live_requests
 
-QK_DIM, V_DIM = 576, 512
+V_DIM = 512
 
 
 def seen_slots(tree: Any, b: int, query: int, node_count: int) -> list[int]:

@@ -1,5 +1,4 @@
-// argmax on the CPU: one pass; a strict comparison keeps the lowest id of equal logits.
-#include <cmath>
+// argmax on the CPU: one pass over each row (row_max in rows.hpp).
 #include <cstdint>
 
 #include "ops.hpp"
@@ -10,26 +9,12 @@ namespace kdt::cpu {
 namespace {
 
 void argmax_row(const kdt_argmax_params& p, int64_t r, bool live) {
-  float largest = kNegInf;
-  int64_t token = -1;
-  bool nan = false, finite = false;
-  if (live) {
-    const void* row = element(p.logits, p.logits_dtype, r * p.logits_stride);
-    for_each_piece(row, p.logits_dtype, p.vocab_size, [&](const float* values, int64_t first, int64_t n) {
-      for (int64_t i = 0; i < n; ++i) {
-        nan |= std::isnan(values[i]);
-        finite |= std::isfinite(values[i]);
-        if (values[i] > largest) {
-          largest = values[i];
-          token = first + i;
-        }
-      }
-    });
-  }
-  const bool invalid = live && (nan || !finite);
-  p.tokens[r] = live && !invalid ? static_cast<int32_t>(token + p.id_offset) : -1;
-  if (p.values != nullptr) p.values[r] = nan ? std::numeric_limits<float>::quiet_NaN() : largest;
-  if (p.status != nullptr) p.status[r] = invalid ? KDT_STATUS_ROW_INVALID : 0;
+  RowMax m;
+  if (live) m = row_max(element(p.logits, p.logits_dtype, r * p.logits_stride), p.logits_dtype, p.vocab_size);
+  const bool good = live && m.is_distribution();
+  p.tokens[r] = good ? static_cast<int32_t>(m.index + p.id_offset) : -1;
+  if (p.values != nullptr) p.values[r] = m.value();
+  if (p.status != nullptr) p.status[r] = live && !good ? KDT_STATUS_ROW_INVALID : 0;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "ops.hpp"
 #include "parallel.hpp"
 #include "tree_layout.hpp"
+#include "workspace.hpp"
 
 namespace kdt::cpu {
 namespace {
@@ -49,7 +50,7 @@ bool plan_moves(const kdt_kv_compact_params& p, int64_t b, Move* moves, int64_t*
 size_t kv_compact_workspace_size(const kdt_context&, const kdt_kv_compact_params& p) {
   if (p.batch_size == 0) return 0;
   const size_t moves = static_cast<size_t>(p.batch_size) * static_cast<size_t>(std::min(p.num_slots, p.max_len));
-  return alignof(Move) - 1 + moves * sizeof(Move);
+  return workspace_for(moves * sizeof(Move));
 }
 
 void kv_compact(const kdt_context& context, const kdt_kv_compact_params& p, void* workspace) {
@@ -57,8 +58,7 @@ void kv_compact(const kdt_context& context, const kdt_kv_compact_params& p, void
   const kdt_kv_cache& to = p.destination != nullptr ? *p.destination : *p.cache;
   const int64_t live = live_requests(p.num_live, p.batch_size);
   const size_t row_bytes = static_cast<size_t>(from.row_width) * static_cast<size_t>(from.element_size);
-  Move* moves = reinterpret_cast<Move*>((reinterpret_cast<uintptr_t>(workspace) + alignof(Move) - 1) /
-                                        alignof(Move) * alignof(Move));
+  Move* moves = reinterpret_cast<Move*>(workspace_begin(workspace));
   int64_t count = 0;
   for (int64_t b = 0; b < p.batch_size; ++b) {
     const bool bad = b < live && !plan_moves(p, b, moves, &count);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -26,6 +27,31 @@ void for_each_piece(const void* row, int32_t dtype, int64_t vocab_size, Use&& us
     load_floats(element(row, dtype, first), dtype, count, buffer);
     use(buffer, first, count);
   }
+}
+
+// What argmax needs to know of a row.
+struct RowMax {
+  float largest = kNegInf;  // not counting NaN
+  int64_t index = -1;       // where it first is; -1 when nothing is above -inf
+  bool nan = false, finite = false;
+
+  bool is_distribution() const { return !nan && finite; }
+  float value() const { return nan ? std::numeric_limits<float>::quiet_NaN() : largest; }
+};
+
+inline RowMax row_max(const void* row, int32_t dtype, int64_t vocab_size) {
+  RowMax m;
+  for_each_piece(row, dtype, vocab_size, [&](const float* values, int64_t first, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      m.nan |= std::isnan(values[i]);
+      m.finite |= std::isfinite(values[i]);
+      if (values[i] > m.largest) {  // strictly: the lowest of equal ones stays
+        m.largest = values[i];
+        m.index = first + i;
+      }
+    }
+  });
+  return m;
 }
 
 // Rows from here on are dead.

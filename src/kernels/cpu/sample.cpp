@@ -12,28 +12,15 @@ namespace kdt::cpu {
 namespace {
 
 void sample_row(const kdt_sample_params& p, int64_t r, bool live) {
-  float largest = kNegInf;
   int64_t token = -1;
-  bool nan = false, finite = false;
   float value = kNegInf;
   if (live) {
     const void* row = element(p.logits, p.logits_dtype, r * p.logits_stride);
     const float temperature = p.temperatures[r];
-    // The first pass is argmax; it also settles what needs no noise.
-    for_each_piece(row, p.logits_dtype, p.vocab_size, [&](const float* values, int64_t first, int64_t n) {
-      for (int64_t i = 0; i < n; ++i) {
-        nan |= std::isnan(values[i]);
-        finite |= std::isfinite(values[i]);
-        if (values[i] > largest) {
-          largest = values[i];
-          token = first + i;
-        }
-      }
-    });
-    value = nan ? std::numeric_limits<float>::quiet_NaN() : largest;
-    if (nan || !finite || !(temperature >= 0.0f)) {
-      token = -1;
-    } else if (temperature > 0.0f && largest < kPosInf) {
+    const RowMax m = row_max(row, p.logits_dtype, p.vocab_size);  // also settles what needs no noise
+    value = m.value();
+    if (m.is_distribution() && temperature >= 0.0f) token = m.index;
+    if (token >= 0 && temperature > 0.0f && m.largest < kPosInf) {
       const uint64_t request_id = static_cast<uint64_t>(p.request_ids[r]);
       PhiloxBlock noise = {};
       int64_t noise_block = -1;

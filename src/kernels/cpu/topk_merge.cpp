@@ -6,6 +6,7 @@
 #include "ops.hpp"
 #include "parallel.hpp"
 #include "rows.hpp"
+#include "workspace.hpp"
 
 namespace kdt::cpu {
 namespace {
@@ -71,18 +72,16 @@ void merge_row(const kdt_topk_merge_params& p, int64_t r, bool live, Entry* entr
 size_t topk_merge_workspace_size(const kdt_context& context, const kdt_topk_merge_params& p) {
   const size_t entries = static_cast<size_t>(p.num_shards) * static_cast<size_t>(p.num_candidates);
   const size_t threads = static_cast<size_t>(std::min(context.num_threads, p.num_rows));
-  return p.num_rows == 0 ? 0 : alignof(Entry) - 1 + threads * entries * sizeof(Entry);
+  return p.num_rows == 0 ? 0 : workspace_for(threads * entries * sizeof(Entry));
 }
 
 void topk_merge(const kdt_context& context, const kdt_topk_merge_params& p, void* workspace) {
   const int64_t live = live_rows(p.num_live, p.num_rows, p.rows_per_request);
   const int64_t entries = int64_t{p.num_shards} * p.num_candidates;
-  const uintptr_t base =
-      (reinterpret_cast<uintptr_t>(workspace) + alignof(Entry) - 1) / alignof(Entry) * alignof(Entry);
+  Entry* all = reinterpret_cast<Entry*>(workspace_begin(workspace));
   parallel_for(context.num_threads, p.num_rows, rows_worth_a_thread(entries, 100),
                [&](int64_t begin, int64_t end, int64_t worker) {
-                 Entry* scratch = reinterpret_cast<Entry*>(base) + worker * entries;
-                 for (int64_t r = begin; r < end; ++r) merge_row(p, r, r < live, scratch);
+                 for (int64_t r = begin; r < end; ++r) merge_row(p, r, r < live, all + worker * entries);
                });
 }
 

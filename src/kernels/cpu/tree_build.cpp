@@ -16,6 +16,7 @@
 #include "ops.hpp"
 #include "parallel.hpp"
 #include "tree_layout.hpp"
+#include "workspace.hpp"
 
 namespace kdt::cpu {
 namespace {
@@ -34,17 +35,15 @@ struct Scratch {
   int32_t* ranks;   // [N] rank of each slot in its row
 };
 
-constexpr size_t kAlign = 64;
-
 size_t scratch_bytes(int64_t num_slots) {
   const size_t bytes = static_cast<size_t>(num_slots) * (sizeof(Candidate) + sizeof(double) + sizeof(int32_t));
-  return (bytes + kAlign - 1) / kAlign * kAlign;  // threads share no cache line
+  return round_up(bytes);
 }
 
 Scratch scratch_of(void* workspace, int64_t worker, int64_t num_slots) {
-  const uintptr_t base = (reinterpret_cast<uintptr_t>(workspace) + kAlign - 1) / kAlign * kAlign;
+  std::byte* begin = workspace_begin(workspace) + static_cast<size_t>(worker) * scratch_bytes(num_slots);
   Scratch s;
-  s.heap = reinterpret_cast<Candidate*>(base + static_cast<uintptr_t>(worker) * scratch_bytes(num_slots));
+  s.heap = reinterpret_cast<Candidate*>(begin);
   s.scores = reinterpret_cast<double*>(s.heap + num_slots);
   s.ranks = reinterpret_cast<int32_t*>(s.scores + num_slots);
   return s;
@@ -141,7 +140,7 @@ void build_one(const kdt_tree_build_params& p, int64_t b, const Scratch& s) {
 size_t tree_build_workspace_size(const kdt_context& context, const kdt_tree_build_params& p) {
   if (p.tree->batch_size == 0) return 0;
   const int32_t threads = std::min(context.num_threads, p.tree->batch_size);
-  return kAlign - 1 + static_cast<size_t>(threads) * scratch_bytes(p.budget + 1);
+  return workspace_for(static_cast<size_t>(threads) * scratch_bytes(p.budget + 1));
 }
 
 void tree_build(const kdt_context& context, const kdt_tree_build_params& p, void* workspace) {

@@ -4,12 +4,13 @@
 // logical cache rows it may see in blocks of 64: each block is expanded to float32 once, transposed once,
 // multiplied with the tile's queries, and its weighted values are added up. All heads of a query share one 64-bit
 // mask a block; prefix blocks have a full one. Every 16 blocks the running sums are folded into totals of their
-// own, so that float32 sums stay short (262,144 rows in one running sum would lose 1e-5).
+// own, so that float32 sums stay short (by the usual sqrt(n) estimate 262,144 rows in one would be off by some
+// 1e-5).
 //
 // A masked entry has weight 0, and 0 * NaN is NaN: rows that the tile does not see are never loaded, and a block
 // that holds a NaN or infinity takes a slower path that skips masked entries.
 //
-// Limits: scratch is 0.5 MB a thread, whatever the prefix. Results do not depend on the number of threads.
+// Limits: scratch is 0.4 MB a thread, whatever the prefix. Results do not depend on the number of threads.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -21,6 +22,7 @@
 #include "parallel.hpp"
 #include "rows.hpp"
 #include "tree_layout.hpp"
+#include "workspace.hpp"
 
 namespace kdt::cpu {
 namespace {
@@ -33,8 +35,7 @@ constexpr int32_t kMicroRows = 4, kMicroColumns = 16;  // of the register-blocke
 
 // The clamped numbers of one request.
 struct Request {
-  int32_t node_count, prefix_len, kv_start;
-  bool live;
+  int32_t node_count, prefix_len, kv_start;  // of a dead request all 0
 };
 
 // One thread's scratch, 64-byte aligned.
@@ -68,7 +69,7 @@ uint64_t tree_mask(const kdt_verify_attn_params& p, int64_t b, int64_t i, int64_
 Request read_request(const kdt_verify_attn_params& p, int64_t b, int32_t* status) {
   const kdt_kv_cache& c = *p.cache;
   const int64_t capacity = capacity_of(c);
-  Request r = {p.num_queries, 0, 0, true};
+  Request r = {p.num_queries, 0, 0};
   if (p.tree != nullptr && p.tree->node_count != nullptr) {
     r.node_count = clamped(p.tree->node_count[b], 0, p.num_queries, status);
   }
@@ -295,33 +296,29 @@ void attend(const kdt_verify_attn_params& p, int64_t b, const Request& request, 
   }
 }
 
-constexpr size_t kAlign = 64;
-
 int64_t tiles_of(const kdt_verify_attn_params& p) {
   return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
 }
 
-size_t requests_bytes(int64_t batch_size) {
-  return (static_cast<size_t>(batch_size) * sizeof(Request) + kAlign - 1) / kAlign * kAlign;
-}
+size_t requests_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(batch_size) * sizeof(Request)); }
 
 }  // namespace
 
 size_t verify_attn_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p) {
   if (p.batch_size == 0) return 0;
   const int64_t threads = std::min(int64_t{context.num_threads}, p.batch_size * tiles_of(p));
-  return kAlign - 1 + requests_bytes(p.batch_size) + static_cast<size_t>(threads) * sizeof(Scratch);
+  return workspace_for(requests_bytes(p.batch_size) + static_cast<size_t>(threads) * sizeof(Scratch));
 }
 
 void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, void* workspace) {
-  const uintptr_t base = (reinterpret_cast<uintptr_t>(workspace) + kAlign - 1) / kAlign * kAlign;
-  Request* requests = reinterpret_cast<Request*>(base);
-  Scratch* scratch = reinterpret_cast<Scratch*>(base + requests_bytes(p.batch_size));
+  std::byte* begin_of_all = workspace_begin(workspace);
+  Request* requests = reinterpret_cast<Request*>(begin_of_all);
+  Scratch* scratch = reinterpret_cast<Scratch*>(begin_of_all + requests_bytes(p.batch_size));
 
   const int64_t live = live_requests(p.num_live, p.batch_size);
   for (int64_t b = 0; b < p.batch_size; ++b) {
     int32_t status = 0;
-    requests[b] = b < live ? read_request(p, b, &status) : Request{0, 0, 0, false};
+    requests[b] = b < live ? read_request(p, b, &status) : Request{};
     if (p.status != nullptr) p.status[b] = status;
   }
   const int64_t tiles = tiles_of(p);
