@@ -19,7 +19,8 @@
  *   - Arrays are row-major. [B, D, K] beside a pointer is its shape. Strides count ELEMENTS, and 0 means
  *     packed. The last dimension is always contiguous, and so is every one-dimensional array.
  *   - Pointers are aligned to their element type. On the CPU backend all memory is host memory; on the
- *     CUDA backend all arrays are device memory (the parameter structs themselves are always host memory).
+ *     CUDA backend all arrays are memory of the context's device, managed memory included (the parameter structs
+ *     themselves are always host memory); memory of the host or of another device is INVALID_ARGUMENT.
  *   - The byte range an output spans (first to last element, strides included) must not overlap any other
  *     array of the call, unless the operation says otherwise.
  *   - Every optional pointer says so; every other pointer is required, except that arrays without elements
@@ -37,8 +38,11 @@
  *     error: they set flags in `status` (KDT_STATUS_*), for that request alone.
  *   - num_live, optional, is a single int32 in the same memory as the arrays: requests >= num_live are dead
  *     and get padding (see each operation). It is clamped to 0..B without a flag.
- *   - `stream` is a cudaStream_t on the CUDA backend (NULL: the default stream) and must be NULL on the CPU
- *     backend, where a call has finished when it returns.
+ *   - `stream` is a cudaStream_t of the context's device on the CUDA backend (NULL: its default stream) and must be NULL
+ *     on the CPU backend, where a call has finished when it returns. On the CUDA backend a call puts its work on
+ *     the stream and returns: it does not allocate, synchronise or read an array, keeps the caller's current device,
+ *     and may be captured in a graph and replayed after numbers in device memory changed (num_live, lengths,
+ *     budgets, counts, contents). An error of a launch is returned by the call that made it.
  *   - The same inputs give the same bits on every run, with any number of threads, in the floating-point
  *     environment a thread starts with (rounding to nearest, denormals on). All functions may be
  *     called from many threads at once, with one context too. No function throws, aborts or exits.

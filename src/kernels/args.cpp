@@ -51,10 +51,6 @@ int32_t check_reserved(const char* function, const char* name, bool unset) {
   return fail(KDT_ERR_UNSUPPORTED, function, "argument '%s': reserved, expected 0 or NULL", name);
 }
 
-int32_t no_cuda_kernel(const char* function) {
-  return fail(KDT_ERR_UNSUPPORTED, function, "this version has no CUDA kernel for the operation yet");
-}
-
 int32_t settle_stride(const char* function, const char* name, int64_t* stride, int64_t minimum) {
   if (*stride == 0) *stride = minimum;
   if (*stride >= minimum) return KDT_OK;

@@ -42,8 +42,6 @@ int32_t check_range(const char* function, const char* name, int64_t value, int64
 int32_t check_dimension(const char* function, const char* name, int64_t value, int64_t low, int64_t limit);
 int32_t check_reserved(const char* function, const char* name, bool unset);
 
-int32_t no_cuda_kernel(const char* function);
-
 // Whether the arrays of a call are looked at: a workspace query reads scalars only.
 enum class Arrays { kIgnore, kCheck };
 
@@ -114,6 +112,13 @@ class ArrayChecker {
 
   // The last check: no array that is written shares a byte with another.
   int32_t check_overlaps();
+
+  // Calls check(name, first byte) for every array that has elements, until one fails.
+  template <class Check>
+  int32_t for_each_array(Check&& check) const {
+    for (const Range& range : ranges_) KDT_TRY(check(range.name, reinterpret_cast<const void*>(range.begin)));
+    return KDT_OK;
+  }
 
  private:
   struct Range {

@@ -63,7 +63,9 @@ int32_t kdt_context_create(const kdt_context_params* params, kdt_context** conte
     KDT_TRY(kdt::check_device(fn, p.backend, p.device));
     KDT_TRY(kdt::check_range(fn, "num_threads", p.num_threads, 0, kdt::kMaxThreads, KDT_ERR_INVALID_ARGUMENT));
     if (p.num_threads == 0) p.num_threads = kdt::cpu::usable_threads();
-    *context = new kdt_context{p.backend, p.device, p.num_threads};
+    kdt_context settled = {p.backend, p.device, p.num_threads, 0, 0};
+    if (p.backend == KDT_BACKEND_CUDA) KDT_TRY(kdt::cuda::describe_device(fn, &settled));
+    *context = new kdt_context(settled);
     return KDT_OK;
   });
 }

@@ -8,11 +8,19 @@
 //     size_t workspace_size(const kdt_context& context) const;
 //     void run(const kdt_context& context, void* workspace) const;
 //   };
+//
+// workspace_size and run are the CPU's. The CUDA backend takes the checked parameters themselves (cuda/ops.hpp).
 #pragma once
 
 #include "args.hpp"
+#include "cuda/ops.hpp"
 
 namespace kdt {
+
+template <class Call>
+size_t needed_workspace(const kdt_context& context, const Call& call) {
+  return context.backend == KDT_BACKEND_CUDA ? cuda::workspace_size(context, call.p) : call.workspace_size(context);
+}
 
 template <class Call>
 int32_t query_workspace(const char* fn, const kdt_context* context, const typename Call::Params* params,
@@ -23,8 +31,7 @@ int32_t query_workspace(const char* fn, const kdt_context* context, const typena
     KDT_TRY(check_not_null(fn, "context", context));
     Call call;
     KDT_TRY(call.resolve(fn, *context, params, Arrays::kIgnore, nullptr));
-    if (context->backend != KDT_BACKEND_CPU) return no_cuda_kernel(fn);
-    *size = call.workspace_size(*context);
+    *size = needed_workspace(*context, call);
     return KDT_OK;
   });
 }
@@ -37,8 +44,13 @@ int32_t launch(const char* fn, const kdt_context* context, const typename Call::
     Call call;
     ArrayChecker checker(fn);
     KDT_TRY(call.resolve(fn, *context, params, Arrays::kCheck, &checker));
-    if (context->backend != KDT_BACKEND_CPU) return no_cuda_kernel(fn);
-    KDT_TRY(check_call(fn, *context, stream, workspace, workspace_size, call.workspace_size(*context), &checker));
+    const size_t needed = needed_workspace(*context, call);
+    KDT_TRY(check_call(fn, *context, stream, workspace, workspace_size, needed, &checker));
+    if (context->backend == KDT_BACKEND_CUDA) {
+      cuda::Session session;
+      KDT_TRY(session.open(fn, *context, stream, checker));
+      return cuda::enqueue(session, call.p, workspace);
+    }
     call.run(*context, workspace);
     return KDT_OK;
   });
