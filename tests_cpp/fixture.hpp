@@ -170,7 +170,8 @@ std::optional<std::vector<T>> tiled(const std::optional<std::vector<T>>& data, i
   return data ? std::optional(tiled(*data, times)) : std::nullopt;
 }
 
-// How a case is run. Every way must give the same bits.
+// How a case is run. Every way must give the same bits; on CUDA sums may be split by sizes and alignment, so there
+// floats that are sums have their tolerance instead.
 struct Variant {
   int32_t num_threads = 1;
   bool many_requests = false;  // repeat the batch until there is work for all threads

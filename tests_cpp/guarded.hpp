@@ -1,5 +1,7 @@
 // Arrays that notice what they should not see: every byte that is no element (64 bytes on either side and all
 // that strides skip) holds a pattern of its own, and so does an output's element until it is written.
+//
+// On CUDA an array is device memory, guards and all; whoever looks at it gets a fresh copy.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,31 +16,48 @@
 #include <utility>
 #include <vector>
 
+#include "backend.hpp"
 #include "kdtree/kdtree.h"
 
 namespace kdt_test {
 
-// Parameter structs start with their size and are zero otherwise.
-template <class Struct>
-Struct sized() {
-  Struct s = {};
-  s.struct_size = sizeof s;
-  return s;
-}
-
 // What an array of the tests can be asked without knowing its type.
 class GuardedBytes {
  public:
-  virtual ~GuardedBytes() = default;
+  virtual ~GuardedBytes() {
+    auto& all = of_this_thread();
+    all.erase(std::find(all.begin(), all.end(), this));
+  }
+  GuardedBytes(const GuardedBytes&) = delete;
+  GuardedBytes& operator=(const GuardedBytes&) = delete;
 
   // No byte has changed since the array was made or filled.
-  bool unchanged() const { return std::memcmp(block(), snapshot_.data(), snapshot_.size()) == 0; }
+  bool unchanged() const { return std::memcmp(look(), snapshot_.data(), snapshot_.size()) == 0; }
 
   // No byte outside the elements has changed.
   bool guards_intact() const {
-    return std::all_of(guards_.begin(), guards_.end(), [this](const auto& range) {
-      return std::memcmp(block() + range.first, snapshot_.data() + range.first, range.second - range.first) == 0;
+    const std::byte* now = look();
+    return std::all_of(guards_.begin(), guards_.end(), [&](const auto& range) {
+      return std::memcmp(now + range.first, snapshot_.data() + range.first, range.second - range.first) == 0;
     });
+  }
+
+  // All bytes, guards included, and putting such bytes back.
+  std::vector<std::byte> block() const {
+    const std::byte* now = look();
+    return {now, now + snapshot_.size()};
+  }
+  void put_back(const std::vector<std::byte>& bytes) {
+    std::memcpy(host_.get(), bytes.data(), bytes.size());
+    if (device_ != nullptr) cuda::upload(device_.get(), host_.get(), bytes.size());
+  }
+  // As it was made or filled.
+  void reset() { put_back(snapshot_); }
+
+  // All that this thread has made and that is still there.
+  static std::vector<GuardedBytes*>& of_this_thread() {
+    thread_local std::vector<GuardedBytes*> all;
+    return all;
   }
 
  protected:
@@ -55,8 +74,9 @@ class GuardedBytes {
       std::memcpy(snapshot_.data() + at, pattern.data(), std::min(pattern.size(), snapshot_.size() - at));
     }
     // The block has exactly its size, so that a sanitizer sees an access beyond the guards too.
-    memory_.reset(static_cast<std::byte*>(::operator new(snapshot_.size(), std::align_val_t{64})));
-    std::memcpy(block(), snapshot_.data(), snapshot_.size());
+    host_.reset(static_cast<std::byte*>(::operator new(snapshot_.size(), std::align_val_t{64})));
+    if (on_cuda()) device_.reset(static_cast<std::byte*>(cuda::allocate(snapshot_.size())));
+    reset();
 
     std::sort(rows.begin(), rows.end());
     size_t end = 0;  // of the elements so far
@@ -65,17 +85,32 @@ class GuardedBytes {
       end = kGuard + row + row_bytes;
     }
     guards_.emplace_back(end, snapshot_.size());
+    of_this_thread().push_back(this);
   }
 
-  std::byte* block() const { return memory_.get(); }
-  std::byte* row(size_t offset) const { return memory_.get() + kGuard + offset; }
-  void take_snapshot() { std::memcpy(snapshot_.data(), block(), snapshot_.size()); }
+  // The first element, where operations find it.
+  std::byte* first() const { return (device_ != nullptr ? device_.get() : host_.get()) + kGuard; }
+  // The bytes as they are now, on the host.
+  const std::byte* look() const {
+    if (device_ != nullptr) cuda::download(host_.get(), device_.get(), snapshot_.size());
+    return host_.get();
+  }
+  // Overwrites elements in what was there when the array was made or filled.
+  template <class Write>
+  void refill(Write&& write) {
+    write(snapshot_.data() + kGuard);
+    reset();
+  }
 
  private:
   struct Free {
     void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{64}); }
   };
-  std::unique_ptr<std::byte, Free> memory_;
+  struct Release {
+    void operator()(std::byte* p) const { cuda::release(p); }
+  };
+  std::unique_ptr<std::byte, Free> host_;
+  std::unique_ptr<std::byte, Release> device_;  // on CUDA; host_ is then its last copy
   std::vector<std::byte> snapshot_;
   std::vector<std::pair<size_t, size_t>> guards_;
 };
@@ -94,22 +129,24 @@ class Guarded : public GuardedBytes {
     fill(values);
   }
 
-  T* data() { return reinterpret_cast<T*>(row(0)); }
+  T* data() { return reinterpret_cast<T*>(first()); }
   size_t size() const { return rows_.size() * row_size_; }
 
   void fill(const std::vector<T>& values) {
     ASSERT_EQ(values.size(), size());
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      std::memcpy(row(rows_[i]), values.data() + i * row_size_, row_size_ * sizeof(T));
-    }
-    take_snapshot();
+    refill([&](std::byte* elements) {
+      for (size_t i = 0; i < rows_.size(); ++i) {
+        std::memcpy(elements + rows_[i], values.data() + i * row_size_, row_size_ * sizeof(T));
+      }
+    });
   }
 
   // The elements, packed.
   std::vector<T> values() const {
     std::vector<T> result(size());
+    const std::byte* elements = look() + kGuard;
     for (size_t i = 0; i < rows_.size(); ++i) {
-      std::memcpy(result.data() + i * row_size_, row(rows_[i]), row_size_ * sizeof(T));
+      std::memcpy(result.data() + i * row_size_, elements + rows_[i], row_size_ * sizeof(T));
     }
     return result;
   }
@@ -176,22 +213,5 @@ testing::AssertionResult same_bits(const std::vector<T>& got, const std::vector<
   }
   return testing::AssertionSuccess();
 }
-
-// A context that goes away with the test.
-class TestContext {
- public:
-  explicit TestContext(int32_t num_threads = 1) {
-    auto params = sized<kdt_context_params>();
-    params.num_threads = num_threads;
-    EXPECT_EQ(kdt_context_create(&params, &context_), KDT_OK) << kdt_last_error();
-  }
-  ~TestContext() { kdt_context_destroy(context_); }
-  TestContext(const TestContext&) = delete;
-  TestContext& operator=(const TestContext&) = delete;
-  operator const kdt_context*() const { return context_; }
-
- private:
-  kdt_context* context_ = nullptr;
-};
 
 }  // namespace kdt_test

@@ -5,11 +5,12 @@
 
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <vector>
 
+#include "backend.hpp"
+#include "call.hpp"
 #include "fixture.hpp"
 #include "guarded.hpp"
 #include "kdtree/kdtree.h"
@@ -67,22 +68,6 @@ inline Guarded<uint8_t> guarded_bytes(std::vector<int64_t> dims, int64_t size, s
   dims.back() *= size;
   for (int64_t& stride : strides) stride *= size;
   return Guarded<uint8_t>(dims, strides);
-}
-
-// Queries the workspace, runs, and checks that nothing but outputs was written. The workspace is as large as asked
-// for and has no alignment.
-template <class Params>
-void call(int32_t (*query)(const kdt_context*, const Params*, size_t*),
-          int32_t (*run)(const kdt_context*, const Params*, void*, size_t, void*), const kdt_context* context,
-          const Params& p, std::initializer_list<const GuardedBytes*> inputs,
-          std::initializer_list<const GuardedBytes*> outputs) {
-  size_t size = 0;
-  ASSERT_EQ(query(context, &p, &size), KDT_OK) << kdt_last_error();
-  Guarded<uint8_t> workspace({static_cast<int64_t>(size) + 3});
-  ASSERT_EQ(run(context, &p, workspace.data() + 3, size, nullptr), KDT_OK) << kdt_last_error();
-  EXPECT_TRUE(workspace.guards_intact());
-  for (const GuardedBytes* input : inputs) EXPECT_TRUE(input->unchanged()) << "an input was written";
-  for (const GuardedBytes* output : outputs) EXPECT_TRUE(output->guards_intact()) << "written beside an output";
 }
 
 // ---- Inputs ----------------------------------------------------------------------------------------
@@ -253,6 +238,16 @@ inline testing::AssertionResult near(double got, double expected, double toleran
                                            : std::abs(got - expected) <= tolerance;
   return same ? testing::AssertionSuccess()
               : testing::AssertionFailure() << got << ", expected " << expected << " within " << tolerance;
+}
+
+// lse in float64: GPU kernels may sum exponentials in float32 (see plans/0003-numerics.md).
+inline testing::AssertionResult lse64_near(const std::vector<double>& got, const std::vector<double>& expected) {
+  if (got.size() != expected.size()) return testing::AssertionFailure() << got.size() << " elements";
+  for (size_t i = 0; i < got.size(); ++i) {
+    const auto result = near(got[i], expected[i], on_cuda() ? 2e-6 : 1e-9 * std::max(1.0, std::abs(expected[i])));
+    if (!result) return testing::AssertionFailure() << "element " << i << " is " << result.message();
+  }
+  return testing::AssertionSuccess();
 }
 
 // Log-probs of rows whose |lse| is at most `lse_bound`.

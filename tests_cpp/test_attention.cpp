@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "backend.hpp"
+#include "call.hpp"
 #include "fixture.hpp"
 #include "guarded.hpp"
 #include "kdtree/kdtree.h"
@@ -62,14 +64,13 @@ TEST_P(VerifyAttnCases, IsWithinToleranceOfReference) {
     const TestContext context(variant.num_threads);
     const Attended got = attend(context, in, variant);
     if (!first) first = got;
-    EXPECT_TRUE(same_bits(got.out, first->out)) << "out of the first run";
-    EXPECT_TRUE(same_bits(got.lse, first->lse)) << "lse of the first run";
+    EXPECT_TRUE(same_or_near(got, *first, in.out_dtype)) << "of the first run";
+    EXPECT_TRUE(outputs_near(got.out, c.bytes("out/out").data, in.out_dtype)) << "out";
+    EXPECT_TRUE(lse_near(got.lse, c.get<float>("out/lse").data)) << "lse";
     if (variant.with_status) {
       EXPECT_TRUE(same_bits(got.status, status)) << "status";
     }
   }
-  EXPECT_TRUE(outputs_near(first->out, c.bytes("out/out").data, in.out_dtype)) << "out";
-  EXPECT_TRUE(lse_near(first->lse, c.get<float>("out/lse").data)) << "lse";
 }
 
 KDT_CASES(MergeAttnStatesCases, "merge_attn_states");
@@ -289,21 +290,31 @@ Attention windowed(int32_t dtype) {
   return in;
 }
 
-void expect_same(const Attention& in, const Attended& clean) {
+// Packed and with gaps.
+std::vector<Attended> attend_both_ways(const Attention& in) {
+  std::vector<Attended> results;
   for (const Variant& way : {kVariants[0], kVariants[4]}) {
-    const Attended got = attend(TestContext(way.num_threads), in, way);
-    EXPECT_TRUE(same_bits(got.out, clean.out)) << "out";
-    EXPECT_TRUE(same_bits(got.lse, clean.lse)) << "lse";
-    EXPECT_EQ(got.status, clean.status);
+    results.push_back(attend(TestContext(way.num_threads), in, way));
+  }
+  return results;
+}
+
+void expect_same(const Attention& in, const std::vector<Attended>& clean) {
+  const std::vector<Attended> got = attend_both_ways(in);
+  for (size_t way = 0; way < got.size(); ++way) {
+    EXPECT_TRUE(same_bits(got[way].out, clean[way].out)) << "out";
+    EXPECT_TRUE(same_bits(got[way].lse, clean[way].lse)) << "lse";
+    EXPECT_EQ(got[way].status, clean[way].status);
   }
 }
 
 TEST(VerifyAttn, WhatNoQueryMaySeeNeverMatters) {
   for (const int32_t dtype : {KDT_F32, KDT_BF16}) {
     const Attention plain = windowed(dtype);
-    const Attended clean = attend(TestContext(), plain);
-    ASSERT_EQ(clean.status, (Ints{0, 0}));
-    for (const float v : decoded(clean.out, dtype)) ASSERT_TRUE(std::isfinite(v));
+    const std::vector<Attended> clean = attend_both_ways(plain);
+    ASSERT_EQ(clean[0].status, (Ints{0, 0}));
+    ASSERT_TRUE(same_or_near(clean[1], clean[0], dtype));
+    for (const float v : decoded(clean[0].out, dtype)) ASSERT_TRUE(std::isfinite(v));
 
     // Rows before the window, of slot 5, of slots beyond node_count, and behind the tree.
     Attention in = plain;
@@ -389,8 +400,13 @@ TEST(VerifyAttn, NeighboursOfARequestDoNotMatter) {
   in.num_live = Ints{1};
   in.q = plain.q;
   const Attended dead = attend(TestContext(), in);
-  EXPECT_TRUE(std::equal(dead.out.begin(), dead.out.begin() + static_cast<ptrdiff_t>(dead.out.size() / 2),
-                         clean.out.begin()));
+  const auto of_first = [](const Attended& a) -> Attended {
+    return {Bytes(a.out.begin(), a.out.begin() + static_cast<ptrdiff_t>(a.out.size() / 2)),
+            Floats(a.lse.begin(), a.lse.begin() + static_cast<ptrdiff_t>(a.lse.size() / 2)),
+            {}};
+  };
+  // A neighbour's length may move the other requests within tolerance on CUDA.
+  EXPECT_TRUE(same_or_near(of_first(dead), of_first(clean), KDT_F32));
   for (size_t i = dead.lse.size() / 2; i < dead.lse.size(); ++i) EXPECT_EQ(dead.lse[i], -kInf);
   EXPECT_EQ(Bytes(dead.out.begin() + static_cast<ptrdiff_t>(dead.out.size() / 2), dead.out.end()),
             Bytes(dead.out.size() / 2, 0));
@@ -448,8 +464,7 @@ TEST(VerifyAttn, ReadsNoArrayBeyondItsEnd) {
     ASSERT_EQ(kdt_verify_attn_workspace_size(context, &p, &size), KDT_OK) << kdt_last_error();
     const AtTheEnd<uint8_t> workspace((Bytes(size)));
     ASSERT_EQ(kdt_verify_attn(context, &p, workspace.data(), size, nullptr), KDT_OK) << kdt_last_error();
-    EXPECT_TRUE(same_bits(Bytes(out.data(), out.data() + expected.out.size()), expected.out));
-    EXPECT_TRUE(same_bits(Floats(lse.data(), lse.data() + expected.lse.size()), expected.lse));
+    EXPECT_TRUE(same_or_near({out.values(), lse.values(), {}}, expected, dtype));
   }
 }
 
@@ -475,9 +490,14 @@ TEST(VerifyAttn, PagesMayLieBeyond32BitOffsets) {
 
   const SparseMemory memory(kPages * kPageBytes);
   for (size_t i = 0; i < far.size(); ++i) {
-    std::memcpy(memory.open(static_cast<size_t>(far[i]) * kPageBytes, kPageBytes), &in.cache[i * kPageBytes],
-                kPageBytes);
+    memory.put(static_cast<size_t>(far[i]) * kPageBytes, &in.cache[i * kPageBytes], kPageBytes);
   }
+  auto q = guarded_bytes({1, kQueries, 3, kQk}, in.q, 2);
+  Guarded<int32_t> table({1, 4}, far), prefix_lens({1}, in.prefix_lens), node_count({1}, *in.node_count);
+  Guarded<uint64_t> visibility({1, kQueries, 1}, *in.visibility);
+  auto out = guarded_bytes({1, kQueries, 3, kV}, 2);
+  Guarded<float> lse({1, kQueries, 3});
+  Guarded<int32_t> status({1});
   auto cache = sized<kdt_kv_cache>();
   cache.data = memory.data();
   cache.num_layers = 1;
@@ -485,16 +505,13 @@ TEST(VerifyAttn, PagesMayLieBeyond32BitOffsets) {
   cache.page_size = kPage;
   cache.row_width = static_cast<int32_t>(kQk);
   cache.element_size = 2;
-  cache.block_table = far.data();
+  cache.block_table = table.data();
   cache.max_pages = static_cast<int32_t>(far.size());
   auto tree = sized<kdt_tree>();
   tree.batch_size = 1;
   tree.num_slots = kQueries;
-  tree.visibility = in.visibility->data();
-  tree.node_count = in.node_count->data();
-  Bytes out(expected.out.size());
-  Floats lse(expected.lse.size());
-  int32_t status = -1;
+  tree.visibility = visibility.data();
+  tree.node_count = node_count.data();
   auto p = sized<kdt_verify_attn_params>();
   p.batch_size = 1;
   p.num_queries = kQueries;
@@ -503,21 +520,17 @@ TEST(VerifyAttn, PagesMayLieBeyond32BitOffsets) {
   p.v_dim = static_cast<int32_t>(kV);
   p.q_dtype = p.kv_dtype = p.out_dtype = KDT_BF16;
   p.scale = in.scale;
-  p.q = in.q.data();
+  p.q = q.data();
   p.cache = &cache;
-  p.prefix_lens = in.prefix_lens.data();
+  p.prefix_lens = prefix_lens.data();
   p.tree = &tree;
   p.out = out.data();
   p.lse = lse.data();
-  p.status = &status;
-  const TestContext context;
-  size_t size = 0;
-  ASSERT_EQ(kdt_verify_attn_workspace_size(context, &p, &size), KDT_OK) << kdt_last_error();
-  Bytes workspace(size);
-  ASSERT_EQ(kdt_verify_attn(context, &p, workspace.data(), size, nullptr), KDT_OK) << kdt_last_error();
-  EXPECT_EQ(status, 0);
-  EXPECT_TRUE(same_bits(out, expected.out));
-  EXPECT_TRUE(same_bits(lse, expected.lse));
+  p.status = status.data();
+  call(kdt_verify_attn_workspace_size, kdt_verify_attn, TestContext(), p,
+       {&q, &table, &prefix_lens, &node_count, &visibility}, {&out, &lse, &status});
+  EXPECT_EQ(status.values(), Ints{0});
+  EXPECT_TRUE(same_or_near({out.values(), lse.values(), {}}, expected, KDT_BF16));
 }
 
 // ---- Merging ---------------------------------------------------------------------------------------

@@ -5,14 +5,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <random>
 #include <vector>
 
+#include "backend.hpp"
+#include "call.hpp"
 #include "fixture.hpp"
 #include "guarded.hpp"
 #include "kdtree/kdtree.h"
+#include "sparse_memory.hpp"
 
 namespace {
 
@@ -41,15 +45,17 @@ class Cache {
     cache_.element_size = element_size;
     if (layout.layer_pointers) {
       const size_t layer_bytes = bytes.size() / static_cast<size_t>(layers);
+      std::vector<void*> pointers;
       for (int32_t l = 0; l < layers; ++l) {
         const auto first = bytes.begin() + static_cast<ptrdiff_t>(layer_bytes) * l;
         // Not packed: the dimension of bytes makes a row's width visible to strides counted in bytes.
         memory_.push_back(std::make_unique<Guarded<uint8_t>>(
             Guarded<uint8_t>::Dims{pages, page_size, w * e},
             Bytes(first, first + static_cast<ptrdiff_t>(layer_bytes)), Guarded<uint8_t>::Dims{page * e, row * e}));
-        pointers_.push_back(memory_.back()->data());
+        pointers.push_back(memory_.back()->data());
       }
-      cache_.layer_data = pointers_.data();
+      pointers_ = std::make_unique<Guarded<void*>>(Guarded<void*>::Dims{layers}, pointers);
+      cache_.layer_data = pointers_->data();
     } else {
       const int64_t layer = layout.pages_first ? page : pages * page + layout.layer_gap;
       const int64_t page_step = layout.pages_first ? layers * page + layout.layer_gap : page;
@@ -65,10 +71,14 @@ class Cache {
     if (layout.row_gap > 0) cache_.row_stride = row;
   }
 
-  void set_table(const int32_t* table, int32_t max_pages, int64_t stride) {
-    cache_.block_table = table;
-    cache_.max_pages = max_pages;
-    cache_.block_table_stride = stride;
+  // A table of `columns` pages a request, with `slack` unused entries after each request's.
+  void set_table(const Ints& table, int32_t columns, int64_t slack) {
+    const int64_t requests = columns > 0 ? static_cast<int64_t>(table.size()) / columns : 0;
+    table_ = std::make_unique<Guarded<int32_t>>(Guarded<int32_t>::Dims{requests, columns}, table,
+                                                Guarded<int32_t>::Dims{columns + slack});
+    cache_.block_table = table_->data();
+    cache_.max_pages = columns;
+    cache_.block_table_stride = slack > 0 ? columns + slack : 0;
   }
 
   const kdt_kv_cache* get() const { return &cache_; }
@@ -81,16 +91,24 @@ class Cache {
     }
     return all;
   }
+  // No byte but the rows' has changed, and (unchanged) not those either.
   bool guards_intact() const {
-    return std::all_of(memory_.begin(), memory_.end(), [](const auto& m) { return m->guards_intact(); });
+    return inputs_unchanged() &&
+           std::all_of(memory_.begin(), memory_.end(), [](const auto& m) { return m->guards_intact(); });
   }
   bool unchanged() const {
-    return std::all_of(memory_.begin(), memory_.end(), [](const auto& m) { return m->unchanged(); });
+    return inputs_unchanged() &&
+           std::all_of(memory_.begin(), memory_.end(), [](const auto& m) { return m->unchanged(); });
   }
 
  private:
+  bool inputs_unchanged() const {
+    return (table_ == nullptr || table_->unchanged()) && (pointers_ == nullptr || pointers_->unchanged());
+  }
+
   std::vector<std::unique_ptr<Guarded<uint8_t>>> memory_;
-  std::vector<void*> pointers_;
+  std::unique_ptr<Guarded<void*>> pointers_;
+  std::unique_ptr<Guarded<int32_t>> table_;
   kdt_kv_cache cache_;
 };
 
@@ -119,16 +137,8 @@ Ints compact(const kdt_context* context, const Paths& in, const Cache& cache, co
   p.prefix_lens = prefix_lens.data();
   p.num_live = in.num_live ? num_live.data() : nullptr;
   p.status = with_status ? status.data() : nullptr;
-  size_t size = 0;
-  EXPECT_EQ(kdt_kv_compact_workspace_size(context, &p, &size), KDT_OK) << kdt_last_error();
-  Guarded<uint8_t> workspace({static_cast<int64_t>(size)});
-  EXPECT_EQ(kdt_kv_compact(context, &p, workspace.data(), size, nullptr), KDT_OK) << kdt_last_error();
-  for (const GuardedBytes* input :
-       std::initializer_list<const GuardedBytes*>{&accept_index, &accept_len, &prefix_lens, &num_live}) {
-    EXPECT_TRUE(input->unchanged());
-  }
-  EXPECT_TRUE(status.guards_intact());
-  EXPECT_TRUE(workspace.guards_intact());
+  call(kdt_kv_compact_workspace_size, kdt_kv_compact, context, p,
+       {&accept_index, &accept_len, &prefix_lens, &num_live}, {&status});
   EXPECT_TRUE(with_status || status.unchanged());
   return status.values();
 }
@@ -172,13 +182,11 @@ TEST_P(KvCompactCases, EqualsReferenceInEveryBit) {
         Cache cache = make(cache_values.data);
         std::optional<Cache> destination;
         if (!in_place) destination.emplace(make(destination_bytes));
-        std::optional<Guarded<int32_t>> table;
         if (c.has("in/block_table")) {
-          const auto values = c.get<int32_t>("in/block_table");
-          const int64_t columns = values.dims[1], stride = columns + variant.slack;
-          table.emplace(values.dims, values.data, Guarded<int32_t>::Dims{stride});
-          cache.set_table(table->data(), static_cast<int32_t>(columns), variant.slack > 0 ? stride : 0);
-          if (destination) destination->set_table(table->data(), static_cast<int32_t>(columns), stride);
+          const auto table = c.get<int32_t>("in/block_table");
+          const int32_t columns = static_cast<int32_t>(table.dims[1]);
+          cache.set_table(table.data, columns, variant.slack);
+          if (destination) destination->set_table(table.data, columns, 2 * variant.slack);
         }
         const Ints status = compact(context, paths, cache, destination ? &*destination : nullptr, variant.slack,
                                     variant.with_status);
@@ -188,7 +196,6 @@ TEST_P(KvCompactCases, EqualsReferenceInEveryBit) {
         EXPECT_TRUE(same_bits((in_place ? cache : *destination).bytes(), expected)) << "cache";
         EXPECT_TRUE((in_place ? cache : *destination).guards_intact());
         EXPECT_TRUE(in_place || cache.unchanged());
-        EXPECT_TRUE(!table || table->unchanged());
       }
     }
     if (expected.size() > 10000000) break;  // one layout is enough of that
@@ -282,7 +289,7 @@ TEST(KvCompact, AgreesWithCopyingRowsOneByOne) {
     const Layout layout = {below(2), below(2), below(2), below(2) == 0, false};
     const auto make = [&](const Pool& pool, const Bytes& bytes) {
       Cache cache(bytes, layers, pool.pages, pool.page_size, width, element_size, layout);
-      if (!pool.table.empty()) cache.set_table(pool.table.data(), pool.max_pages, 0);
+      if (!pool.table.empty()) cache.set_table(pool.table, pool.max_pages, 0);
       return cache;
     };
     Cache cache = make(from, before);
@@ -300,6 +307,7 @@ TEST(KvCompact, AgreesWithCopyingRowsOneByOne) {
 
 // Each row has a memory page of its own, and only those that the path moves something to can be written.
 TEST(KvCompact, InPlaceWritesNoRowThatIsInPlace) {
+  KDT_SKIP_ON_CUDA("no memory there can be made read-only");
   const TestContext context;
   const int64_t page = ::sysconf(_SC_PAGESIZE);
   constexpr int32_t kRows = 12, kPrefix = 3;
@@ -359,6 +367,60 @@ TEST(KvCompact, OverlappingMovesAreSafe) {
   Bytes expected(bytes.begin() + 2, bytes.end());
   expected.insert(expected.end(), bytes.end() - 2, bytes.end());
   EXPECT_TRUE(same_bits(cache.bytes(), expected));
+}
+
+// Layers and pages beyond 2^31 and 2^32 elements. The moves do not touch each other's rows, so the second run that
+// CUDA's calls make of them changes nothing.
+TEST(KvCompact, PagesMayLieBeyond32BitOffsets) {
+  constexpr int32_t kLayers = 2, kPages = 240000, kPageSize = 32, kWidth = 576, kSlots = 32, kPrefix = 28;
+  constexpr size_t kRowBytes = kWidth * 2, kPageBytes = kPageSize * kRowBytes, kLayerBytes = kPages * kPageBytes;
+  const Ints far = {116509, 233017};  // 116509 * 32 * 576 > 2^31, 233017 * 32 * 576 > 2^32
+  const Ints path = {0, 7, 8, 20, 25};
+  const SparseMemory memory(kLayers * kLayerBytes);
+  const auto at = [&](size_t layer, int32_t row) {
+    return layer * kLayerBytes + static_cast<size_t>(far[static_cast<size_t>(row / kPageSize)]) * kPageBytes +
+           static_cast<size_t>(row % kPageSize) * kRowBytes;
+  };
+  // Each row holds a byte of its own.
+  const auto filler = [](size_t layer, int32_t row) {
+    return Bytes(kRowBytes, static_cast<uint8_t>(layer * 100 + static_cast<size_t>(row) + 1));
+  };
+  for (size_t layer = 0; layer < kLayers; ++layer) {
+    for (int32_t row = 0; row < 2 * kPageSize; ++row) {
+      memory.put(at(layer, row), filler(layer, row).data(), kRowBytes);
+    }
+  }
+  Guarded<int32_t> table({1, 2}, far), prefix_lens({1}, Ints{kPrefix}), status({1});
+  Guarded<int32_t> accept_index({1, 5}, path), accept_len({1}, Ints{5});
+  auto cache = sized<kdt_kv_cache>();
+  cache.data = memory.data();
+  cache.num_layers = kLayers;
+  cache.num_pages = kPages;
+  cache.page_size = kPageSize;
+  cache.row_width = kWidth;
+  cache.element_size = 2;
+  cache.block_table = table.data();
+  cache.max_pages = 2;
+  auto p = sized<kdt_kv_compact_params>();
+  p.batch_size = 1;
+  p.num_slots = kSlots;
+  p.max_len = 5;
+  p.cache = &cache;
+  p.accept_index = accept_index.data();
+  p.accept_len = accept_len.data();
+  p.prefix_lens = prefix_lens.data();
+  p.status = status.data();
+  call(kdt_kv_compact_workspace_size, kdt_kv_compact, TestContext(), p,
+       {&table, &prefix_lens, &accept_index, &accept_len}, {&status});
+  EXPECT_EQ(status.values(), Ints{0});
+  for (size_t layer = 0; layer < kLayers; ++layer) {
+    for (int32_t row = 0; row < 2 * kPageSize; ++row) {
+      const int32_t k = row - kPrefix;
+      const int32_t source = k >= 0 && k < 5 ? kPrefix + path[static_cast<size_t>(k)] : row;
+      EXPECT_EQ(memory.get<uint8_t>(at(layer, row), kRowBytes), filler(layer, source))
+          << "row " << row << " of layer " << layer;
+    }
+  }
 }
 
 }  // namespace

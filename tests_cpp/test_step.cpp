@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "accept.hpp"
 #include "attention.hpp"
 #include "fixture.hpp"
 #include "guarded.hpp"
@@ -38,16 +40,7 @@ TEST_P(StepCases, EachStageEqualsThatOfTheReference) {
     EXPECT_TRUE(log_probs_near(best.log_probs, c.get<float>("out/topk.log_probs").data, bound)) << "topk.log_probs";
 
     TreeBuffers drafted(b, n);
-    auto build = sized<kdt_tree_build_params>();
-    build.depth = d;
-    build.num_candidates = k;
-    build.budget = n - 1;
-    build.log_probs = best.log_probs.data();
-    build.token_ids = best.token_ids.data();
-    build.root_tokens = root_tokens.data();
-    build.prefix_lens = prefix_lens.data();
-    build.tree = &drafted.tree;
-    call(kdt_tree_build_workspace_size, kdt_tree_build, context, build, {}, {});
+    build(context, {b, d, k, 0, best.log_probs, best.token_ids, root_tokens, prefix_lens, {}, {}, {}}, &drafted);
     // Path sums have the tolerance of their terms.
     TreeValues expected = TreeValues::of(c, "out/tree.");
     const TreeValues tree = drafted.values();
@@ -89,31 +82,24 @@ TEST_P(StepCases, EachStageEqualsThatOfTheReference) {
     const Ints targets = argmax(context, target_rows).tokens;
     EXPECT_TRUE(same_bits(targets, c.ints("out/target_tokens"))) << "target_tokens";
 
-    const Ints stops = c.integers("stop_tokens").value_or(Ints());
-    Guarded<int32_t> tokens({b, n}), accept_index({b, n}), token_count({b}), accept_len({b}), next_root({b});
-    Guarded<int32_t> finished({b}), status({b});
-    auto accept = sized<kdt_tree_accept_params>();
-    accept.tree = &drafted.tree;
-    accept.target_tokens = targets.data();
-    accept.stop_tokens = stops.data();
-    accept.num_stop_tokens = static_cast<int32_t>(stops.size());
-    accept.max_len = n;
-    accept.tokens = tokens.data();
-    accept.accept_index = accept_index.data();
-    accept.token_count = token_count.data();
-    accept.accept_len = accept_len.data();
-    accept.next_root = next_root.data();
-    accept.finished = finished.data();
-    accept.status = status.data();
-    call(kdt_tree_accept_workspace_size, kdt_tree_accept, context, accept, {}, {&tokens, &accept_index});
-    for (const auto& [name, got] :
-         {std::pair{"tokens", &tokens}, std::pair{"accept_index", &accept_index},
-          std::pair{"token_count", &token_count}, std::pair{"accept_len", &accept_len},
-          std::pair{"next_root", &next_root}, std::pair{"finished", &finished}, std::pair{"status", &status}}) {
-      EXPECT_TRUE(same_bits(got->values(), c.ints("out/accepted." + std::string(name)))) << name;
-    }
+    const Accepted accepted = accept(context, {b,
+                                               n,
+                                               tree.tokens,
+                                               tree.first_child,
+                                               tree.next_sibling,
+                                               tree.node_count,
+                                               targets,
+                                               {},
+                                               c.integers("stop_tokens"),
+                                               {},
+                                               n});
+    const auto ints = [&](const char* name) { return c.ints(std::string("out/accepted.") + name); };
+    expect_accepted(accepted, {ints("tokens"), ints("token_count"), ints("accept_index"), ints("accept_len"),
+                               ints("next_root"), ints("finished"), ints("status")});
 
     auto cache_rows = guarded_bytes({rows.dims[0], rows.dims[1], kQk}, rows.data, dtype_size(dtype));
+    Guarded<int32_t> block_table(table.dims, table.data), lens({b}, prefix_lens), status({b});
+    Guarded<int32_t> accept_index({b, n}, accepted.accept_index), accept_len({b}, accepted.accept_len);
     auto cache = sized<kdt_kv_cache>();
     cache.data = cache_rows.data();
     cache.num_layers = 1;
@@ -121,7 +107,7 @@ TEST_P(StepCases, EachStageEqualsThatOfTheReference) {
     cache.page_size = attention.page_size;
     cache.row_width = static_cast<int32_t>(kQk);
     cache.element_size = static_cast<int32_t>(dtype_size(dtype));
-    cache.block_table = table.data.data();
+    cache.block_table = block_table.data();
     cache.max_pages = static_cast<int32_t>(table.dims[1]);
     auto compact = sized<kdt_kv_compact_params>();
     compact.batch_size = b;
@@ -130,9 +116,10 @@ TEST_P(StepCases, EachStageEqualsThatOfTheReference) {
     compact.cache = &cache;
     compact.accept_index = accept_index.data();
     compact.accept_len = accept_len.data();
-    compact.prefix_lens = prefix_lens.data();
+    compact.prefix_lens = lens.data();
     compact.status = status.data();
-    call(kdt_kv_compact_workspace_size, kdt_kv_compact, context, compact, {}, {&cache_rows});
+    call(kdt_kv_compact_workspace_size, kdt_kv_compact, context, compact,
+         {&block_table, &lens, &accept_index, &accept_len}, {&cache_rows, &status});
     EXPECT_TRUE(same_bits(cache_rows.values(), c.bytes("out/cache").data)) << "cache";
     EXPECT_EQ(status.values(), Ints(static_cast<size_t>(b), 0));
   }

@@ -5,92 +5,14 @@
 #include <random>
 #include <vector>
 
+#include "accept.hpp"
 #include "fixture.hpp"
-#include "guarded.hpp"
 #include "kdtree/kdtree.h"
 
 namespace {
 
 using namespace kdt_test;
 using Ints = std::vector<int32_t>;
-
-struct Inputs {
-  int32_t batch_size, num_slots;
-  Ints tokens, first_child, next_sibling, node_count, target_tokens;
-  std::optional<Ints> max_tokens, stop_tokens, num_live;
-  int32_t max_len;
-};
-
-struct Accepted {
-  Ints tokens, token_count, accept_index, accept_len, next_root, finished, status;
-};
-
-// Runs one call into guarded memory and compares every field.
-void expect_accepted(const kdt_context* context, const Inputs& in, const Accepted& expected, int64_t slack = 0,
-                     bool with_status = true) {
-  const int64_t b = in.batch_size, n = in.num_slots, m = in.max_len;
-  Guarded<int32_t> node_tokens({b, n}, in.tokens, {n + slack}), first_child({b, n}, in.first_child, {n + slack});
-  Guarded<int32_t> next_sibling({b, n}, in.next_sibling, {n + slack}), node_count({b}, in.node_count);
-  Guarded<int32_t> targets({b, n}, in.target_tokens, {n + 2 * slack});
-  Guarded<int32_t> max_tokens({b}, in.max_tokens.value_or(Ints(static_cast<size_t>(b))));
-  const Ints stops = in.stop_tokens.value_or(Ints());
-  Guarded<int32_t> stop_tokens({static_cast<int64_t>(stops.size())}, stops);
-  Guarded<int32_t> num_live({1}, in.num_live.value_or(Ints(1)));
-  Guarded<int32_t> tokens({b, m}, {m + slack}), accept_index({b, m}, {m + slack});
-  Guarded<int32_t> token_count({b}), accept_len({b}), next_root({b}), finished({b}), status({b});
-
-  auto tree = sized<kdt_tree>();
-  tree.batch_size = in.batch_size;
-  tree.num_slots = in.num_slots;
-  tree.slot_stride = slack > 0 ? n + slack : 0;
-  tree.tokens = node_tokens.data();
-  tree.first_child = first_child.data();
-  tree.next_sibling = next_sibling.data();
-  tree.node_count = node_count.data();
-  auto p = sized<kdt_tree_accept_params>();
-  p.tree = &tree;
-  p.target_tokens = targets.data();
-  p.target_tokens_stride = slack > 0 ? n + 2 * slack : 0;
-  p.max_tokens = in.max_tokens ? max_tokens.data() : nullptr;
-  p.stop_tokens = in.stop_tokens ? stop_tokens.data() : nullptr;
-  p.num_stop_tokens = static_cast<int32_t>(stops.size());
-  p.max_len = in.max_len;
-  p.num_live = in.num_live ? num_live.data() : nullptr;
-  p.tokens = tokens.data();
-  p.tokens_stride = slack > 0 ? m + slack : 0;
-  p.accept_index = accept_index.data();
-  p.accept_index_stride = slack > 0 ? m + slack : 0;
-  p.token_count = token_count.data();
-  p.accept_len = accept_len.data();
-  p.next_root = next_root.data();
-  p.finished = finished.data();
-  p.status = with_status ? status.data() : nullptr;
-  size_t size = 0;
-  ASSERT_EQ(kdt_tree_accept_workspace_size(context, &p, &size), KDT_OK) << kdt_last_error();
-  Guarded<uint8_t> workspace({static_cast<int64_t>(size)});
-  ASSERT_EQ(kdt_tree_accept(context, &p, workspace.data(), size, nullptr), KDT_OK) << kdt_last_error();
-
-  EXPECT_TRUE(same_bits(tokens.values(), expected.tokens)) << "tokens";
-  EXPECT_TRUE(same_bits(token_count.values(), expected.token_count)) << "token_count";
-  EXPECT_TRUE(same_bits(accept_index.values(), expected.accept_index)) << "accept_index";
-  EXPECT_TRUE(same_bits(accept_len.values(), expected.accept_len)) << "accept_len";
-  EXPECT_TRUE(same_bits(next_root.values(), expected.next_root)) << "next_root";
-  EXPECT_TRUE(same_bits(finished.values(), expected.finished)) << "finished";
-  if (with_status) {
-    EXPECT_TRUE(same_bits(status.values(), expected.status)) << "status";
-  } else {
-    EXPECT_TRUE(status.unchanged()) << "status";
-  }
-  for (const GuardedBytes* output : std::initializer_list<const GuardedBytes*>{
-           &tokens, &token_count, &accept_index, &accept_len, &next_root, &finished, &status, &workspace}) {
-    EXPECT_TRUE(output->guards_intact());
-  }
-  for (const GuardedBytes* input :
-       std::initializer_list<const GuardedBytes*>{&node_tokens, &first_child, &next_sibling, &node_count, &targets,
-                                                  &max_tokens, &stop_tokens, &num_live}) {
-    EXPECT_TRUE(input->unchanged());
-  }
-}
 
 KDT_CASES(TreeAcceptCases, "tree_accept");
 
@@ -104,41 +26,41 @@ TEST_P(TreeAcceptCases, EqualsReferenceInEveryBit) {
     const int64_t wanted = variant.num_threads * int64_t{1 + 65536 / (max_len + 64)};  // cpu/tree_accept.cpp
     const int64_t times = variant.many_requests && !num_live ? wanted / slots.dims[0] + 1 : 1;
     const auto ints = [&](const char* role) { return tiled(c.ints(role), times); };
-    const Inputs in = {static_cast<int32_t>(slots.dims[0] * times),
-                       static_cast<int32_t>(slots.dims[1]),
-                       ints("in/tree.tokens"),
-                       ints("in/tree.first_child"),
-                       ints("in/tree.next_sibling"),
-                       ints("in/tree.node_count"),
-                       ints("in/target_tokens"),
-                       tiled(c.optional_ints("in/max_tokens"), times),
-                       c.integers("stop_tokens"),
-                       num_live,
-                       max_len};
+    const AcceptInputs in = {static_cast<int32_t>(slots.dims[0] * times),
+                             static_cast<int32_t>(slots.dims[1]),
+                             ints("in/tree.tokens"),
+                             ints("in/tree.first_child"),
+                             ints("in/tree.next_sibling"),
+                             ints("in/tree.node_count"),
+                             ints("in/target_tokens"),
+                             tiled(c.optional_ints("in/max_tokens"), times),
+                             c.integers("stop_tokens"),
+                             num_live,
+                             max_len};
     const Accepted expected = {ints("out/tokens"),     ints("out/token_count"), ints("out/accept_index"),
                                ints("out/accept_len"), ints("out/next_root"),   ints("out/finished"),
                                ints("out/status")};
     const TestContext context(variant.num_threads);
-    expect_accepted(context, in, expected, variant.slack, variant.with_status);
+    expect_accepted(accept(context, in, variant.slack, variant.with_status), expected, variant.with_status);
   }
 }
 
 // Two requests as another project's greedy walk accepts them. The second links its children in descending order.
 TEST(TreeAccept, WalkOfAnotherImplementation) {
-  const Inputs in = {2,
-                     6,
-                     {0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12},
-                     {1, 2, -1, 4, 5, -1, 4, 2, 3, -1, 5, -1},
-                     {-1, 3, -1, -1, -1, -1, -1, -1, -1, -1, 1, -1},
-                     {6, 6},
-                     {3, 18, 18, 4, 5, 18, 11, 18, 18, 18, 12, 18},
-                     {},
-                     {},
-                     {},
-                     4};
+  const AcceptInputs in = {2,
+                           6,
+                           {0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12},
+                           {1, 2, -1, 4, 5, -1, 4, 2, 3, -1, 5, -1},
+                           {-1, 3, -1, -1, -1, -1, -1, -1, -1, -1, 1, -1},
+                           {6, 6},
+                           {3, 18, 18, 4, 5, 18, 11, 18, 18, 18, 12, 18},
+                           {},
+                           {},
+                           {},
+                           4};
   const Accepted expected = {
       {3, 4, 5, 18, 11, 12, 18, -1}, {4, 3}, {0, 3, 4, 5, 0, 4, 5, -1}, {4, 3}, {18, 18}, {0, 0}, {0, 0}};
-  expect_accepted(TestContext(), in, expected);
+  expect_accepted(accept(TestContext(), in), expected);
 }
 
 // Random trees with distinct tokens among siblings: a target that spells a path accepts that path and its bonus.
@@ -167,7 +89,8 @@ TEST(TreeAccept, TakesThePathThatTheTargetSpells) {
         targets[static_cast<size_t>(path[k])] = expected.tokens[k];
       }
       expected.token_count = expected.accept_len = {static_cast<int32_t>(path.size())};
-      expect_accepted(context, {1, n, tokens, first_child, next_sibling, {n}, targets, {}, {}, {}, n}, expected);
+      expect_accepted(accept(context, {1, n, tokens, first_child, next_sibling, {n}, targets, {}, {}, {}, n}),
+                      expected);
       ASSERT_FALSE(HasFailure()) << "tree " << i << ", path to slot " << last;
     }
   }

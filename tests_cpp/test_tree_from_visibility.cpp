@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "call.hpp"
 #include "fixture.hpp"
 #include "guarded.hpp"
 #include "kdtree/kdtree.h"
@@ -38,15 +39,8 @@ void convert(const kdt_context* context, const Inputs& in, TreeBuffers* out, int
   p.prefix_lens = prefix_lens.data();
   p.num_live = in.num_live ? num_live.data() : nullptr;
   p.tree = &out->tree;
-  size_t size = 0;
-  ASSERT_EQ(kdt_tree_from_visibility_workspace_size(context, &p, &size), KDT_OK) << kdt_last_error();
-  Guarded<uint8_t> workspace({static_cast<int64_t>(size)});
-  ASSERT_EQ(kdt_tree_from_visibility(context, &p, workspace.data(), size, nullptr), KDT_OK) << kdt_last_error();
-  EXPECT_TRUE(workspace.guards_intact());
-  for (const GuardedBytes* input :
-       std::initializer_list<const GuardedBytes*>{&mask, &tokens, &node_counts, &prefix_lens, &num_live}) {
-    EXPECT_TRUE(input->unchanged());
-  }
+  call(kdt_tree_from_visibility_workspace_size, kdt_tree_from_visibility, context, p,
+       {&mask, &tokens, &node_counts, &prefix_lens, &num_live}, {});
 }
 
 KDT_CASES(TreeFromVisibilityCases, "tree_from_visibility");

@@ -1,12 +1,14 @@
-// Output trees in guarded memory, and what they are compared with.
+// Output trees in guarded memory, what they are compared with, and calls of tree_build.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "call.hpp"
 #include "fixture.hpp"
 #include "guarded.hpp"
 #include "kdtree/kdtree.h"
@@ -135,5 +137,48 @@ struct TreeBuffers {
   Guarded<int32_t> node_count, status;
   kdt_tree tree;
 };
+
+// Inputs of tree_build, packed.
+struct DraftRows {
+  int32_t batch_size = 1, depth = 0, num_candidates = 0, vocab_size = 0;
+  std::vector<float> log_probs;
+  std::vector<int32_t> token_ids, root_tokens, prefix_lens;
+  std::optional<std::vector<int32_t>> budgets, max_depths, num_live;
+};
+
+// Builds into `out` and checks that no input changed.
+inline void build(const kdt_context* context, const DraftRows& r, TreeBuffers* out, int64_t slack = 0,
+                  size_t misalignment = 3) {
+  using Ints = std::vector<int32_t>;
+  const int64_t b = r.batch_size, d = r.depth, k = r.num_candidates;
+  const int64_t row_a = slack > 0 ? k + slack : 0, request_a = slack > 0 ? d * row_a + 2 * slack : 0;
+  const int64_t row_b = slack > 0 ? k + slack + 1 : 0, request_b = slack > 0 ? d * row_b + slack : 0;
+  Guarded<float> log_probs({b, d, k}, r.log_probs, {request_a, row_a});
+  Guarded<int32_t> token_ids({b, d, k}, r.token_ids, {request_b, row_b});
+  Guarded<int32_t> root_tokens({b}, r.root_tokens), prefix_lens({b}, r.prefix_lens);
+  Guarded<int32_t> budgets({b}, r.budgets.value_or(Ints(static_cast<size_t>(b))));
+  Guarded<int32_t> max_depths({b}, r.max_depths.value_or(Ints(static_cast<size_t>(b))));
+  Guarded<int32_t> num_live({1}, r.num_live.value_or(Ints(1)));
+
+  auto p = sized<kdt_tree_build_params>();
+  p.depth = r.depth;
+  p.num_candidates = r.num_candidates;
+  p.budget = out->num_slots - 1;
+  p.vocab_size = r.vocab_size;
+  p.log_probs = log_probs.data();
+  p.log_probs_stride = request_a;
+  p.log_probs_row_stride = row_a;
+  p.token_ids = token_ids.data();
+  p.token_ids_stride = request_b;
+  p.token_ids_row_stride = row_b;
+  p.root_tokens = root_tokens.data();
+  p.prefix_lens = prefix_lens.data();
+  p.budgets = r.budgets ? budgets.data() : nullptr;
+  p.max_depths = r.max_depths ? max_depths.data() : nullptr;
+  p.num_live = r.num_live ? num_live.data() : nullptr;
+  p.tree = &out->tree;
+  call(kdt_tree_build_workspace_size, kdt_tree_build, context, p,
+       {&log_probs, &token_ids, &root_tokens, &prefix_lens, &budgets, &max_depths, &num_live}, {}, misalignment);
+}
 
 }  // namespace kdt_test
