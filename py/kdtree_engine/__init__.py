@@ -12,6 +12,7 @@ KDTR files. The command is `kdtree`.
 
 from . import kdtr, reference
 from ._context import Context, backends, build_info
+from ._cuda import DeviceArray, Stream
 from ._errors import (
     KdtError,
     KdtrError,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accepted",
     "Context",
+    "DeviceArray",
     "KdtError",
     "KdtValueError",
     "KdtrError",
@@ -51,6 +53,7 @@ __all__ = [
     "NoDeviceError",
     "Status",
     "StatusFlag",
+    "Stream",
     "Tree",
     "argmax",
     "backends",

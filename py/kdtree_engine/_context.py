@@ -9,8 +9,8 @@ import weakref
 from typing import Any
 
 from . import _abi, _library
-from ._arrays import INT32_MAX, host_int
-from ._errors import KdtError, KdtValueError, NoDeviceError, Status
+from ._arrays import HOST, INT32_MAX, DeviceMemory, Memory, host_int
+from ._errors import KdtError, KdtValueError, NoDeviceError, OutOfMemoryError, Status
 
 
 def check(status: int) -> None:
@@ -23,12 +23,8 @@ def check(status: int) -> None:
     if status in (Status.NO_BACKEND, Status.NO_DEVICE):
         raise NoDeviceError(message, status)
     if status == Status.OUT_OF_MEMORY:
-        raise _OutOfMemoryError(message, status)
+        raise OutOfMemoryError(message, status)
     raise KdtError(message, status)
-
-
-class _OutOfMemoryError(KdtError, MemoryError):
-    pass
 
 
 def backend_code(backend: str) -> int:
@@ -43,6 +39,8 @@ class Context:
 
     backend: "cpu" or "cuda". device: the GPU's ordinal. num_threads: CPU threads a call may use, 0 for as many
     as this process may run on. A context never changes and may be shared by threads.
+
+    `memory` is where the arrays of its calls live.
     """
 
     def __init__(self, backend: str = "cpu", device: int = 0, num_threads: int = 0) -> None:
@@ -61,6 +59,7 @@ class Context:
         self.backend = backend
         self.device = int(settled.device)
         self.num_threads = int(settled.num_threads)
+        self.memory: Memory = HOST if backend == "cpu" else DeviceMemory(self.device)
 
     def __reduce__(self) -> Any:
         return Context, (self.backend, self.device, self.num_threads)

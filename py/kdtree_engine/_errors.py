@@ -99,6 +99,12 @@ class NoDeviceError(KdtError, RuntimeError):
     default_status = Status.NO_DEVICE
 
 
+class OutOfMemoryError(KdtError, MemoryError):
+    """There is not so much memory, of the host or of the device."""
+
+    default_status = Status.OUT_OF_MEMORY
+
+
 def _known(status: int) -> int:
     try:
         return Status(status)

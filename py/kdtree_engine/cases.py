@@ -102,8 +102,7 @@ def run_step(module: Any, a: Arguments) -> Results:
     # The target's logits: agreeing with the draft at each node's depth, for as long as `agree` says.
     target = module.argmax(a["target_logits"][np.arange(batch_size)[:, None], tree.depths])
     accepted = module.tree_accept(tree, target, stop_tokens=a["stop_tokens"])
-    cache = a["cache"].copy()
-    module.kv_compact(cache, accepted, a["prefix_lens"], block_table=a["block_table"])
+    cache = module.kv_compact(a["cache"].copy(), accepted, a["prefix_lens"], block_table=a["block_table"])
     stages = {
         "topk.log_probs": log_probs,
         "topk.token_ids": ids,

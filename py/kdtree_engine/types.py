@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ._arrays import HOST
+
+if TYPE_CHECKING:
+    from ._context import Context
 
 
 class StatusFlag(IntFlag):
@@ -61,20 +67,21 @@ class Tree:
         return int(self.tokens.shape[1])
 
     @classmethod
-    def empty(cls, batch_size: int, num_slots: int) -> Tree:
-        """Trees without any node: padding everywhere, as for dead requests."""
+    def empty(cls, batch_size: int, num_slots: int, context: Context | None = None) -> Tree:
+        """Trees without any node: padding everywhere, as for dead requests. In the memory of the context."""
         shape = (batch_size, num_slots)
+        put = _put(context)
         return cls(
-            tokens=np.full(shape, -1, np.int32),
-            parents=np.full(shape, -1, np.int32),
-            first_child=np.full(shape, -1, np.int32),
-            next_sibling=np.full(shape, -1, np.int32),
-            depths=np.zeros(shape, np.int32),
-            positions=np.zeros(shape, np.int32),
-            log_probs=np.full(shape, -np.inf, np.float32),
-            visibility=np.zeros((*shape, (num_slots + 63) // 64), np.uint64),
-            node_count=np.zeros(batch_size, np.int32),
-            status=np.zeros(batch_size, np.int32),
+            tokens=put(np.full(shape, -1, np.int32)),
+            parents=put(np.full(shape, -1, np.int32)),
+            first_child=put(np.full(shape, -1, np.int32)),
+            next_sibling=put(np.full(shape, -1, np.int32)),
+            depths=put(np.zeros(shape, np.int32)),
+            positions=put(np.zeros(shape, np.int32)),
+            log_probs=put(np.full(shape, -np.inf, np.float32)),
+            visibility=put(np.zeros((*shape, (num_slots + 63) // 64), np.uint64)),
+            node_count=put(np.zeros(batch_size, np.int32)),
+            status=put(np.zeros(batch_size, np.int32)),
         )
 
 
@@ -108,15 +115,21 @@ class Accepted:
         return int(self.tokens.shape[1])
 
     @classmethod
-    def empty(cls, batch_size: int, max_len: int, num_slots: int) -> Accepted:
-        """Nothing accepted: padding everywhere, as for dead requests."""
+    def empty(cls, batch_size: int, max_len: int, num_slots: int, context: Context | None = None) -> Accepted:
+        """Nothing accepted: padding everywhere, as for dead requests. In the memory of the context."""
+        put = _put(context)
         return cls(
-            tokens=np.full((batch_size, max_len), -1, np.int32),
-            token_count=np.zeros(batch_size, np.int32),
-            accept_index=np.full((batch_size, max_len), -1, np.int32),
-            accept_len=np.zeros(batch_size, np.int32),
-            next_root=np.full(batch_size, -1, np.int32),
-            finished=np.zeros(batch_size, np.int32),
-            status=np.zeros(batch_size, np.int32),
+            tokens=put(np.full((batch_size, max_len), -1, np.int32)),
+            token_count=put(np.zeros(batch_size, np.int32)),
+            accept_index=put(np.full((batch_size, max_len), -1, np.int32)),
+            accept_len=put(np.zeros(batch_size, np.int32)),
+            next_root=put(np.full(batch_size, -1, np.int32)),
+            finished=put(np.zeros(batch_size, np.int32)),
+            status=put(np.zeros(batch_size, np.int32)),
             num_slots=num_slots,
         )
+
+
+def _put(context: Context | None) -> Callable[[Any], Any]:
+    """Without a context the library is not needed: the references make trees, too."""
+    return HOST.put if context is None else context.memory.put

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,25 @@ def assert_same_tree(got: kdt.Tree, expected: kdt.Tree, context: str = "") -> No
 
 def assert_same_accepted(got: kdt.Accepted, expected: kdt.Accepted, context: str = "") -> None:
     assert_same(got, expected, ACCEPTED_FIELDS, context)
+
+
+BACKEND = os.environ.get("KDTREE_TEST_BACKEND", "cpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With KDTREE_TEST_BACKEND=cuda the tests marked `cuda` run, which need a GPU, and no others; else the others."""
+    if BACKEND not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"KDTREE_TEST_BACKEND: expected cpu or cuda, got {BACKEND!r}")
+    wanted = {item for item in items if (item.get_closest_marker("cuda") is not None) == (BACKEND == "cuda")}
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = [item for item in items if item in wanted]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """A machine with a GPU need not have what the other tests import."""
+    if BACKEND == "cuda" and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        return "pytest.mark.cuda" not in collection_path.read_text() or None
+    return None
 
 
 @pytest.fixture(scope="session")

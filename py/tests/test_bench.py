@@ -182,7 +182,8 @@ def test_what_cannot_be_run(kdtree: Kdtree) -> None:
     for value in ("nan", "-1", "inf", "x"):
         assert "--min-time" in kdtree("bench", "--min-time", value, code=2).err
     assert "--threads" in kdtree("bench", "--threads", "-1", code=2).err
-    assert "CUDA" in kdtree("bench", "--backend", "cuda", code=3).err
+    assert "--backend" in kdtree("bench", "targets", "--backend", "cpu", code=2).err
+    assert "no target" in kdtree("bench", "targets", "-k", "nosuchtarget", code=5).err
     assert "compare" in kdtree("bench", "-h").out
     assert "--min-time" in kdtree("bench", "run", "-h").out
 

@@ -395,6 +395,17 @@ def test_rows_and_attention(operation: str, arguments: dict[str, Any], names: st
     assert isinstance(caught.value, ValueError) or status == Status.UNSUPPORTED
 
 
+def test_the_cpu_has_no_streams() -> None:
+    call = kdt.argmax.prepare(LOGITS)
+    for stream in (0, 5, object()):
+        with pytest.raises(kdt.KdtValueError, match="'stream'"):
+            kdt.argmax(LOGITS, stream=stream)
+        with pytest.raises(kdt.KdtValueError, match="'stream'"):
+            call.launch(stream)
+    call.launch()
+    assert kdt.argmax(LOGITS, stream=None).tolist() == [0] * 4
+
+
 def test_contexts() -> None:
     assert kdt.Context(num_threads=3).num_threads == 3
     for arguments, names in (

@@ -13,8 +13,8 @@ from conftest import TEST_DATA, TREE_FIELDS, assert_same_tree, random_rows, vect
 
 import kdtree_engine as kdt
 from kdtree_engine import StatusFlag
+from kdtree_engine._trace import load_trace
 from kdtree_engine.cli._common import bundled
-from kdtree_engine.cli.replay import load_trace
 
 PEERS = json.loads((TEST_DATA / "peer_vectors.json").read_text())
 DIGESTS = json.loads((TEST_DATA / "trace_digests.json").read_text())["budgets"]

@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 
 from .. import reference
+from .._cuda import DeviceArray
 from .._floats import to_float32
 from ..cases import Arguments, Results
 from ..types import Tree
+from .gpu import Clock
+from .measure import Timing
 from .model import seen_rows
 
 
@@ -382,7 +385,9 @@ NUMPY: dict[str, Maker] = {
 
 
 class Torch:
-    """torch's versions, where it has the operation. Raises ImportError without torch."""
+    """torch's versions, where it has the operation, on the CPU. Raises ImportError without torch."""
+
+    device = "cpu"
 
     def __init__(self, threads: int) -> None:
         self.torch: Any = importlib.import_module("torch")
@@ -399,19 +404,34 @@ class Torch:
         }
 
     def tensor(self, array: Any) -> Any:
-        """On the same memory."""
+        """On the same memory; for a GPU a copy."""
         if array.dtype.names is None and array.dtype.name != "bfloat16":
-            return self.torch.from_numpy(array)
-        return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
+            tensor = self.torch.from_numpy(array)
+        else:
+            tensor = self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
+        return tensor.to(self.device)
+
+    def peer(self, run: Callable[[], Any], results: Callable[[Any], Results]) -> Peer:
+        return Peer(run, lambda got: results(self.numpy(got)))
+
+    def numpy(self, got: Any) -> Any:
+        """A tensor, or a tuple of them, as numpy arrays; bfloat16 widened."""
+        if isinstance(got, tuple):
+            return tuple(self.numpy(tensor) for tensor in got)
+        return (got.float() if got.dtype == self.torch.bfloat16 else got).cpu().numpy()
 
     def topk_logprobs(self, a: Arguments, expected: Results) -> Peer:
-        torch, logits, k = self.torch, self.tensor(a["logits"]), min(a["k"], a["logits"].shape[-1])
+        run = self.run_topk(self.tensor(a["logits"]), min(a["k"], a["logits"].shape[-1]))
+        return self.peer(run, topk_results(to_float32(a["logits"]), expected))
+
+    def run_topk(self, logits: Any, k: int) -> Callable[[], Any]:
+        torch = self.torch
 
         def run() -> Any:
             best, ids = torch.topk(logits, k)
             return (best.float() - torch.logsumexp(logits.float(), -1, keepdim=True)).clamp(max=0), ids
 
-        return Peer(run, topk_results(to_float32(a["logits"]), expected))
+        return run
 
     def topk_merge(self, a: Arguments, expected: Results) -> Peer:
         torch, logits, lse = self.torch, self.tensor(a["logits"]), self.tensor(a["lse"])
@@ -420,26 +440,28 @@ class Torch:
             best, places = torch.topk(logits.movedim(0, -2).flatten(-2), logits.shape[-1])
             return (best - torch.logsumexp(lse, 0)[..., None].float()).clamp(max=0), places
 
-        return Peer(run, merge_results(a, expected))
+        return self.peer(run, merge_results(a, expected))
 
     def argmax(self, a: Arguments, expected: Results) -> Peer:
         logits = self.tensor(a["logits"])
-        return Peer(lambda: logits.argmax(-1), argmax_results(to_float32(a["logits"]), expected))
+        return self.peer(lambda: logits.argmax(-1), argmax_results(to_float32(a["logits"]), expected))
 
     def sample(self, a: Arguments, _expected: Results) -> Peer:
-        torch, logits = self.torch, self.tensor(a["logits"])
-        heat = torch.from_numpy(np.asarray(a["temperatures"], np.float32))[..., None]
-        return Peer(lambda: torch.multinomial(torch.softmax(logits.float() / heat, -1), 1), lambda _got: {})
+        heat = self.tensor(np.asarray(a["temperatures"], np.float32))[..., None]
+        return self.peer(self.run_sample(self.tensor(a["logits"]), heat), lambda _got: {})
+
+    def run_sample(self, logits: Any, heat: Any) -> Callable[[], Any]:
+        return lambda: self.torch.multinomial(self.torch.softmax(logits.float() / heat, -1), 1)
 
     def verify_attn(self, a: Arguments, expected: Results) -> Peer:
         torch = self.torch
         q, rows, visible = gathered(a)
         dtype = self.tensor(a["q"][:0]).dtype
         batch_size, queries, heads, width = q.shape
-        folded = torch.from_numpy(q.reshape(batch_size, 1, queries * heads, width)).to(dtype)
-        keys = torch.from_numpy(rows)[:, None].to(dtype)
+        folded = self.tensor(q.reshape(batch_size, 1, queries * heads, width)).to(dtype)
+        keys = self.tensor(rows)[:, None].to(dtype)
         values = keys[..., :512]
-        mask = torch.from_numpy(np.repeat(visible, heads, axis=1))[:, None]
+        mask = self.tensor(np.repeat(visible, heads, axis=1))[:, None]
 
         def run() -> Any:
             return torch.nn.functional.scaled_dot_product_attention(
@@ -447,7 +469,7 @@ class Torch:
             )
 
         check = attention_results(a, expected)
-        return Peer(run, lambda got: check(got.float().numpy().reshape(batch_size, queries, heads, 512)))
+        return self.peer(run, lambda got: check(got.reshape(batch_size, queries, heads, 512)))
 
     def merge_attn_states(self, a: Arguments, expected: Results) -> Peer:
         torch = self.torch
@@ -457,17 +479,69 @@ class Torch:
             lse = torch.logaddexp(lse_a, lse_b)
             return torch.exp(lse_a - lse)[..., None] * out_a + torch.exp(lse_b - lse)[..., None] * out_b, lse
 
-        return Peer(run, merged_results(a, expected))
+        return self.peer(run, merged_results(a, expected))
 
     def kv_compact(self, a: Arguments, expected: Results) -> Peer:
         name = "cache" if a.get("out") is None else "out"
-        written = a[name].copy()
-        sources, targets = (self.torch.from_numpy(rows) for rows in moved_rows(a, expected))
-        to_rows = self.torch.from_numpy(flat_rows(written))
-        from_rows = to_rows if name == "cache" else self.torch.from_numpy(flat_rows(a["cache"]))
+        sources, targets = (self.tensor(rows) for rows in moved_rows(a, expected))
+        to_rows = self.tensor(flat_rows(a[name].copy()))
+        from_rows = to_rows if name == "cache" else self.tensor(flat_rows(a["cache"]))
 
         def run() -> Any:
-            to_rows.index_copy_(1, targets, from_rows.index_select(1, sources))
-            return written
+            return to_rows.index_copy_(1, targets, from_rows.index_select(1, sources))
 
-        return Peer(run, lambda got: {name: got})
+        return self.peer(run, lambda got: {name: got.view(a[name].dtype).reshape(a[name].shape)})
+
+
+class TorchOnGpu(Torch):
+    """On a GPU. Raises ImportError also where torch cannot use it."""
+
+    def __init__(self, threads: int, ordinal: int) -> None:
+        super().__init__(threads)
+        if not self.torch.cuda.is_available():
+            raise ImportError("torch has no CUDA device")
+        self.device = f"cuda:{ordinal}"
+        self.stream = self.torch.cuda.Stream(self.device)
+
+    def shared(self, array: DeviceArray) -> Any:
+        """On the same memory."""
+        plain = array.dtype.names is None
+        tensor = self.torch.as_tensor(array if plain else array.view(np.int16), device=self.device)
+        return tensor if plain else tensor.view(self.torch.bfloat16)
+
+    def run_sample(self, logits: Any, heat: Any) -> Callable[[], Any]:
+        """Gumbel-max, as multinomial looks at its numbers on the host."""
+        torch = self.torch
+
+        def run() -> Any:
+            noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()
+            return (logits.float() / heat - noise).argmax(-1)
+
+        return run
+
+    def capture(self, run: Callable[[], Any], times: int) -> Callable[[], None]:
+        """A graph of so many calls: what replays it, on this object's stream."""
+        torch = self.torch
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):  # what the first call loads and allocates may not come up in a capture
+                run()
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            for _ in range(times):
+                run()
+
+        def replay() -> None:
+            with torch.cuda.stream(self.stream):
+                graph.replay()
+
+        return replay
+
+    def time(self, clock: Clock, run: Callable[[], Any]) -> Timing:
+        """As our own calls are timed, hot."""
+        self.torch.cuda.synchronize()
+        return clock.hot_graph(lambda times: self.capture(run, times), self.stream)[0]
+
+    def bf16_flop_per_s(self, clock: Clock, size: int = 8192) -> float:
+        a, b = (self.torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
+        return 2 * size**3 / self.time(clock, lambda: a @ b).median

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 import math
-import os
 import re
-import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-import numpy as np
 
-from .. import cases, ops
+from .. import cases
 from .._context import Context
-from .._errors import KdtError, Status
-from ..bench import check
-from ..bench.measure import Machine, Timing, time_cold, time_warm
 from ..bench.model import MODELS
-from ..bench.peers import NUMPY, Peer, Torch, usable
+from ..bench.run import GpuBench, Row, bench_on
+from ..bench.targets import TARGETS, Bed
 from ._common import figure_for, json_option, print_json, print_table, printable, progress
 from .info import environment as installed
 
 FAILED, FIXTURE, NOTHING_MATCHED = 1, 4, 5
-
-PEER_SLACK = 10
-"""Peers are checked for meaning the same, not for precision: so many times the tolerances."""
-
-Row = dict[str, Any]
 
 
 class RunByDefault(click.Group):
@@ -46,7 +34,7 @@ class RunByDefault(click.Group):
 
 @click.group(cls=RunByDefault)
 def bench() -> None:
-    """Time the operations, compare two runs, draw one.
+    """Time the operations, compare two runs, draw one; hold a GPU against the project's targets.
 
     Without a command: run (kdtree bench run --help for its options).
     """
@@ -71,129 +59,13 @@ def selected(pattern: str | None) -> list[cases.Case]:
     return found
 
 
-class Prepared:
-    """Stands in for the package in `cases.run`, and keeps the call it made."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.call: ops.Call[Any]
-
-    def __getattr__(self, operation: str) -> Any:
-        prepare = getattr(ops, operation).prepare
-
-        def function(**arguments: Any) -> Any:
-            self.call = prepare(**arguments, context=self.context)
-            self.call.launch()
-            return self.call.result
-
-        return function
-
-
-def timing_fields(timing: Timing) -> Row:
-    return {"median_us": timing.median * 1e6, "spread": timing.spread, "samples": timing.samples}
-
-
-class Bench:
-    """Checks and times cases with one set of options."""
-
-    def __init__(self, context: Context, min_time: float, peers: bool, torch: Torch | None) -> None:
-        self.context, self.min_time, self.peers, self.torch = context, min_time, peers, torch
-        self.machine = Machine(context.num_threads, min_time)
-
-    def command(self, case: cases.Case) -> str:
-        words = ["kdtree", "bench", "run", "-k", case.name, "--backend", self.context.backend]
-        words += ["--threads", str(self.context.num_threads), "--min-time", str(self.min_time)]
-        return shlex.join(words if self.peers else [*words, "--no-peers"])
-
-    def row(self, case: cases.Case) -> Row:
-        """Runs once and compares with the reference; times only what is right."""
-        arguments = case.arguments()
-        row: Row = {"case": case.name, "operation": case.operation, "backend": self.context.backend, "ok": False}
-        numbers = ("median_us", "spread", "samples", "cold_median_us", "gb_per_s", "gflop_per_s")
-        row.update(dict.fromkeys(("error", "bytes", "flop", *numbers)), peers={}, command=self.command(case))
-        expected = check.expected(case.operation, arguments)
-        prepared = Prepared(self.context)
-        try:
-            results = cases.run(prepared, case.operation, arguments)
-            row["error"] = check.mismatch(case.operation, arguments, results, expected)
-        except KdtError as error:
-            row["error"] = str(error)
-        if row["error"] is not None:
-            return row
-        row["ok"] = True
-        work = MODELS[case.operation](arguments, results)
-        # From here on kv_compact's call moves rows of a cache whose content no longer matters.
-        timing = time_warm(prepared.call.launch, self.min_time)
-        cold = time_cold(prepared.call.launch, self.min_time, self.machine.read)
-        row.update(timing_fields(timing), bytes=work.bytes, flop=work.flop, cold_median_us=cold.median * 1e6)
-        row["gb_per_s"] = work.bytes / timing.median / 1e9
-        row["gflop_per_s"] = work.flop / timing.median / 1e9 if work.flop else None
-        if self.peers and usable(case.operation, arguments):
-            makers = {"numpy": NUMPY, "torch": {} if self.torch is None else self.torch.makers}
-            for name, operations in makers.items():
-                if case.operation in operations:
-                    row["peers"][name] = self.peer(case.operation, name, arguments, expected, timing)
-        return row
-
-    def peer(self, operation: str, name: str, arguments: cases.Arguments, expected: cases.Results, ours: Timing) -> Row:
-        """A peer's time and ours as a multiple of it; or why there is none."""
-        maker = NUMPY[operation] if name == "numpy" or self.torch is None else self.torch.makers[operation]
-        with self.quiet():
-            try:
-                peer: Peer = maker(arguments, expected)
-                results = peer.results(peer.run())
-            except Exception as error:  # peers take ordinary input; whatever else they make of it is not ours
-                return {"error": f"{type(error).__name__}: {error}"}
-            # Only rows and requests without a flag: what to make of bad ones is this project's own.
-            rows = expected["status"] == 0 if "status" in expected else None
-            problem = check.mismatch(operation, arguments, results, expected, slack=PEER_SLACK, rows=rows)
-            if problem is not None:
-                return {"error": problem}
-            timing = time_warm(peer.run, self.min_time)
-        return {**timing_fields(timing), "ratio": ours.median / timing.median, "checked": bool(results)}
-
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """No warnings of numpy's, and no autograd."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(np.errstate(all="ignore"))
-            if self.torch is not None:
-                stack.enter_context(self.torch.torch.inference_mode())
-            yield
-
-    def environment(self) -> Row:
-        facts = installed()
-        del facts["cpu_threads"]
-        return {
-            **facts,
-            "torch": None if self.torch is None else self.torch.version,
-            "cpu": facts["backends"]["cpu"]["devices"][0]["name"],
-            "threads": self.context.num_threads,
-            "min_time_s": self.min_time,
-            "load_average": os.getloadavg()[0],
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            **self.machine.rates(),
-        }
-
-
-def find_torch(threads: int) -> Torch | None:
-    try:
-        return Torch(threads)
-    except ImportError:
-        return None
-
-
 def seconds_option(_context: Any, _parameter: Any, value: float) -> float:
     if not 0 <= value < math.inf:
         raise click.BadParameter(f"expected seconds >= 0, got {value}")
     return value
 
 
-@bench.command()
-@click.option("-k", "pattern", help="The case of this name, or all whose name contains it; default: the bench cases.")
-@click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--threads", type=click.IntRange(0, 2**31 - 1), default=0, help="CPU threads; default: all.")
-@click.option(
+min_time_option = click.option(
     "--min-time",
     type=float,
     default=0.3,
@@ -201,7 +73,17 @@ def seconds_option(_context: Any, _parameter: Any, value: float) -> float:
     callback=seconds_option,
     help="Seconds to spend on each measurement, at least.",
 )
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Also time numpy's and torch's versions.")
+peers_option = click.option(
+    "--peers/--no-peers", default=True, show_default=True, help="Also time numpy's and torch's versions."
+)
+
+
+@bench.command()
+@click.option("-k", "pattern", help="The case of this name, or all whose name contains it; default: the bench cases.")
+@click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--threads", type=click.IntRange(0, 2**31 - 1), default=0, help="CPU threads; default: all.")
+@min_time_option
+@peers_option
 @json_option
 def run(pattern: str | None, backend: str, threads: int, min_time: float, peers: bool, as_json: bool) -> None:
     """Check each case against the reference, then time one call of the C ABI.
@@ -210,18 +92,22 @@ def run(pattern: str | None, backend: str, threads: int, min_time: float, peers:
     the median of single calls after a walk over more memory than the last-level cache. GB/s and GFLOP/s count what the
     operation cannot do without: inputs read once, results written once (for kv_compact the rows moved, for attention
     the rows seen). ours/numpy and ours/torch are our time over theirs, torch's where it can be imported; torch gets
-    the same number of threads, numpy's matrix product takes what OPENBLAS_NUM_THREADS gives it. Exit code 1: a result
-    was wrong, and not timed.
+    the same number of threads, numpy's matrix product takes what OPENBLAS_NUM_THREADS gives it.
+
+    On a GPU times are those between events: us is a call's share of the replay of a graph of many calls back to back;
+    cold is the replay of a graph of one call after a write of twice the L2 cache (an empty graph's replay is given
+    above the table); eager is one call without a graph, with what the host does for it. copy is GB/s over the
+    bandwidth of a copy in device memory, measured in the same run. torch runs on the GPU, in graphs, too; where it
+    lacks the operation, numpy's version on the host is beside ours.
+
+    Exit code 1: a result was wrong, and not timed.
     """
     context = Context(backend=backend, num_threads=threads)  # no CUDA code or no GPU: exit 3 with the reason
-    if backend == "cuda":
-        message = "the operations have no CUDA version yet, so there is nothing to time on the GPU"
-        raise KdtError(message, Status.UNSUPPORTED)
     chosen = selected(pattern)
-    bench = Bench(context, min_time, peers, find_torch(context.num_threads) if peers else None)
+    bench = bench_on(context, min_time, peers)
     rows = []
     with progress(len(chosen) + 1, "timing") as bar:
-        facts = bench.environment()
+        facts = bench.environment(installed())
         bar.update(1)
         if facts["load_average"] > 0.5:
             click.echo(f"\nkdtree: this machine is not idle (load {facts['load_average']:.1f}): times vary", err=True)
@@ -232,6 +118,10 @@ def run(pattern: str | None, backend: str, threads: int, min_time: float, peers:
         print_json({"environment": facts, "rows": rows})
     else:
         print_run(facts, rows)
+    exit_if_wrong(rows)
+
+
+def exit_if_wrong(rows: list[Row]) -> None:
     wrong = [row for row in rows if not row["ok"]]
     for row in wrong:
         click.echo(f"kdtree: {row['case']}: {row['error']}\n        again: {row['command']}", err=True)
@@ -240,7 +130,7 @@ def run(pattern: str | None, backend: str, threads: int, min_time: float, peers:
 
 
 def microseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def number(value: float | None, form: str) -> str:
@@ -248,30 +138,107 @@ def number(value: float | None, form: str) -> str:
 
 
 def print_run(facts: Row, rows: list[Row]) -> None:
-    versions = f"numpy {facts['numpy']}" + (f", torch {facts['torch']}" if facts["torch"] else "")
-    click.echo(f"{facts['cpu']}, {facts['threads']} threads, {versions}, library {facts['library']['version']}")
-    click.echo(
-        f"read {facts['read_gb_per_s']:.1f} GB/s, copy {facts['copy_gb_per_s']:.1f} GB/s, "
-        f"numpy sgemm {facts['sgemm_gflop_per_s']:.0f} GFLOP/s\n"
-    )
+    print_machine(facts)
     names = [name for name in ("numpy", "torch") if any(name in row["peers"] for row in rows)]
-    header = ["case", "us", "spread", "cold us", "GB/s", "GFLOP/s"]
-    for name in names:
-        header += [f"{name} us", f"ours/{name}"]
+    columns: dict[str, Callable[[Row], str]] = {
+        "case": lambda row: row["case"],
+        "us": lambda row: microseconds(row["median_us"]) if row["ok"] else "WRONG",
+        "spread": lambda row: number(row["spread"], ".0%"),
+        "cold us": lambda row: microseconds(row["cold_median_us"]),
+        "eager us": lambda row: microseconds(row.get("event_median_us")),
+        "GB/s": lambda row: number(row["gb_per_s"], ".2f"),
+        "copy": lambda row: number(row["copy_share"], ".1%"),
+        "GFLOP/s": lambda row: number(row["gflop_per_s"], ".1f"),
+    }
+    if "device" not in facts:
+        del columns["eager us"], columns["copy"]
+    header = [*columns, *(text for name in names for text in (f"{name} us", f"ours/{name}"))]
     table = []
     for row in rows:
-        cells = [row["case"], microseconds(row["median_us"]) if row["ok"] else "WRONG", number(row["spread"], ".0%")]
-        cells += [
-            microseconds(row["cold_median_us"]),
-            number(row["gb_per_s"], ".2f"),
-            number(row["gflop_per_s"], ".1f"),
-        ]
+        cells = [cell(row) for cell in columns.values()]
         for name in names:
             peer = row["peers"].get(name, {})
             cells += ["differs" if "error" in peer else microseconds(peer.get("median_us"))]
             cells += [number(peer.get("ratio"), ".3f")]
         table.append(cells)
     print_table(header, table)
+
+
+def print_machine(facts: Row) -> None:
+    versions = f"numpy {facts['numpy']}" + (f", torch {facts['torch']}" if facts["torch"] else "")
+    if "device" in facts:
+        click.echo(
+            f"{facts['device']}, driver for CUDA {facts['driver_cuda']}, {versions}, "
+            f"library {facts['library']['version']}"
+        )
+        product = f", torch bf16 {facts['bf16_tflop_per_s']:.0f} TFLOP/s" if "bf16_tflop_per_s" in facts else ""
+        floor = f"an empty graph {facts['empty_graph_us']:.1f} us"
+        click.echo(f"copy {facts['copy_gb_per_s']:,.0f} GB/s, {floor}{product}\n")
+        return
+    click.echo(f"{facts['cpu']}, {facts['threads']} threads, {versions}, library {facts['library']['version']}")
+    click.echo(
+        f"read {facts['read_gb_per_s']:.1f} GB/s, copy {facts['copy_gb_per_s']:.1f} GB/s, "
+        f"numpy sgemm {facts['sgemm_gflop_per_s']:.0f} GFLOP/s\n"
+    )
+
+
+# ---- targets -----------------------------------------------------------------------------------------------
+
+
+@bench.command()
+@click.option("-k", "pattern", help="Only targets whose name contains this.")
+@click.option("--backend", type=click.Choice(["cuda"]), default="cuda", show_default=True)
+@min_time_option
+@peers_option
+@json_option
+def targets(pattern: str | None, backend: str, min_time: float, peers: bool, as_json: bool) -> None:
+    """Time what the project set out to reach for small operations on a GPU, at full size.
+
+    Times are those of `kdtree bench run --backend cuda`: hot in a graph, cold, eager. A row whose target is
+    relative gives it in us of this run. Results are checked as there. Exit code 1: a result was wrong; a missed
+    target is none.
+    """
+    chosen = [target for target in TARGETS if pattern is None or pattern in target.name]
+    if not chosen:
+        stop(NOTHING_MATCHED, f"no target matches {pattern!r}")
+    bench = bench_on(Context(backend=backend), min_time, peers)
+    assert isinstance(bench, GpuBench)
+    rows = []
+    with progress(len(chosen) + 1, "timing") as bar:
+        facts = bench.environment(installed())
+        bar.update(1)
+        bed = Bed(bench)
+        for target in chosen:
+            rows.append(bed.row(target))
+            bar.update(1)
+    if as_json:
+        print_json({"environment": facts, "rows": rows})
+    else:
+        print_targets(facts, rows)
+    exit_if_wrong(rows)
+
+
+def print_targets(facts: Row, rows: list[Row]) -> None:
+    print_machine(facts)
+    table = []
+    for row in rows:
+        goal = microseconds(row["target_us"])
+        if row["target_copy_share"] is not None:
+            goal = f"{row['target_copy_share']:.0%} of copy"
+        torch = row["peers"].get("torch", {})
+        table.append(
+            [
+                row["case"],
+                microseconds(row["median_us"]) if row["ok"] else "WRONG",
+                microseconds(row["cold_median_us"]),
+                microseconds(row["event_median_us"]),
+                goal,
+                "" if row["met"] is None else "yes" if row["met"] else "no",
+                "differs" if "error" in torch else microseconds(torch.get("median_us")),
+                number(row["copy_share"], ".1%"),
+            ]
+        )
+    print_table(("case", "us", "cold us", "eager us", "target us", "met", "torch us", "copy"), table)
 
 
 # ---- compare -----------------------------------------------------------------------------------------------
@@ -346,7 +313,7 @@ def compare(old: Path, new: Path, threshold: float, as_json: bool) -> None:
     both = [key for key in old_rows if key in new_rows]
     if not both:
         stop(NOTHING_MATCHED, f"no case is in both {old} and {new}")
-    for fact in ("cpu", "threads"):
+    for fact in ("cpu", "threads", "device"):
         if old_facts.get(fact) != new_facts.get(fact):
             words = [printable(str(facts.get(fact))) for facts in (old_facts, new_facts)]
             click.echo(f"kdtree: the runs differ in {fact}: {words[0]} and {words[1]}", err=True)
@@ -413,7 +380,7 @@ def plot(file: Path, out: Path) -> None:
     axes.set_yticks(list(reversed(range(len(rows)))), labels)
     axes.set_xscale("log")
     axes.set_xlabel("median time of a call (us, log scale)")
-    title = f"{facts.get('cpu', '?')}, {facts.get('threads', '?')} threads"
+    title = str(facts.get("device") or f"{facts.get('cpu', '?')}, {facts.get('threads', '?')} threads")
     axes.set_title(printable(title), fontsize="medium", parse_math=False)
     axes.grid(axis="x", alpha=0.3)
     axes.legend()

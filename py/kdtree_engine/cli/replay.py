@@ -4,84 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import click
 import numpy as np
 
-from .. import kdtr, reference
+from .. import reference
 from .._context import Context
-from .._errors import KdtrError, Status
-from ..ops import MAX_BUDGET, MAX_CANDIDATES, MAX_DEPTH, tree_accept, tree_build
+from .._cuda import DeviceArray, Graph
+from .._trace import Trace, load_trace, targets_of, tree_digest
+from .._transfer import to_host
+from ..bench.gpu import Clock
+from ..ops import MAX_BUDGET, Call, tree_accept, tree_build
 from ..types import Accepted, Tree
 from ._common import bundled, figure_for, json_option, print_json, print_table, progress, resolve_fixture
 
 DEFAULT_BUDGETS = "1,4,8,15,16,32,64,128,256"
+BATCH = 64
+FAILED = 1
 
 
-@dataclass
-class Trace:
-    """`S` recorded decode steps."""
+class Step(NamedTuple):
+    """One call of each operation, on one step of the trace or several."""
 
-    log_probs: Any
-    """[S, D, K] f32, the drafter's rows"""
-    token_ids: Any
-    """[S, D, K] i32"""
-    root_tokens: Any
-    """[S] i32, the token before the first row"""
-    continuation: Any
-    """[S, D] i32, what the target went on to emit"""
-    attrs: dict[str, str]
+    tree: Tree
+    accept_len: Any
+    build_seconds: float
+    accept_seconds: float
 
 
-def load_trace(path: Path) -> Trace:
-    """Reads a trace; leading dimensions (sequences, steps) are flattened. KdtrError when the file holds none."""
-    tensors, attrs = kdtr.load(path)
+class Stepper(Protocol):
+    """Builds and accepts up to `batch` steps at a time, timing the operation itself."""
 
-    def tensor(name: str, dtype: type[np.generic], trailing: int) -> Any:
-        array = tensors.get(name)
-        if array is None:
-            raise KdtrError(f"{path}: no trace, tensor '{name}' is missing", Status.KDTR_NOT_FOUND)
-        if array.dtype != dtype or array.ndim < trailing:
-            wanted = f"{np.dtype(dtype).name} with at least {trailing} dimensions"
-            raise KdtrError(f"{path}: no trace, tensor '{name}' is {array.dtype}{list(array.shape)}, not {wanted}", 521)
-        kept = array.shape[array.ndim - trailing :]
-        return array.reshape(int(np.prod(array.shape[: array.ndim - trailing], dtype=np.int64)), *kept)
+    batch: int
 
-    trace = Trace(
-        tensor("log_probs", np.float32, 2),
-        tensor("token_ids", np.int32, 2),
-        tensor("root_tokens", np.int32, 0),
-        tensor("continuation", np.int32, 1),
-        attrs,
-    )
-    steps, depth, _ = trace.log_probs.shape
-    for name, shape in (
-        ("token_ids", trace.log_probs.shape),
-        ("root_tokens", (steps,)),
-        ("continuation", (steps, depth)),
-    ):
-        got = getattr(trace, name).shape
-        if got != shape:
-            raise KdtrError(
-                f"{path}: no trace, tensor '{name}' has shape {list(got)} after flattening, expected {list(shape)}", 520
-            )
-    candidates = trace.log_probs.shape[2]
-    if depth > MAX_DEPTH or candidates > MAX_CANDIDATES:
-        raise KdtrError(f"{path}: D={depth}, K={candidates} are beyond D={MAX_DEPTH}, K={MAX_CANDIDATES}", 520)
-    if (trace.continuation < 0).any():
-        raise KdtrError(f"{path}: no trace, tensor 'continuation' has tokens < 0", Status.KDTR_VALUE)
-    if steps == 0 or depth == 0 or candidates == 0:
-        raise KdtrError(f"{path}: an empty trace ({steps} steps of shape {list(trace.log_probs.shape[1:])})", 520)
-    return trace
+    def run(self, trace: Trace, steps: slice) -> Step: ...
 
 
-class Stepper:
-    """Builds and accepts one step at a time, timing the operation itself: the call of the C ABI, or of numpy."""
+class HostStepper:
+    """Steps one at a time, timing the call of the C ABI, or of numpy."""
+
+    batch = 1
 
     def __init__(self, trace: Trace, budget: int, context: Context | None) -> None:
         self.log_probs = np.empty_like(trace.log_probs[:1])
@@ -109,35 +76,115 @@ class Stepper:
             self.build = tree_build.prepare(*inputs, budget, out=self.tree, context=context).launch
             self.accept = tree_accept.prepare(self.tree, self.target_tokens, out=self.accepted, context=context).launch
 
-    def run(self, trace: Trace, step: int) -> tuple[float, float]:
-        """Runs one step; returns seconds to build and to accept."""
-        self.log_probs[0] = trace.log_probs[step]
-        self.token_ids[0] = trace.token_ids[step]
-        self.root_tokens[0] = trace.root_tokens[step]
+    def run(self, trace: Trace, steps: slice) -> Step:
+        self.log_probs[:] = trace.log_probs[steps]
+        self.token_ids[:] = trace.token_ids[steps]
+        self.root_tokens[:] = trace.root_tokens[steps]
         start = time.perf_counter()
         self.build()
         built = time.perf_counter()
-        self.target_tokens[:] = targets_of(trace, [step], self.tree.depths)
+        self.target_tokens[:] = targets_of(trace, steps, self.tree.depths)
         accept_start = time.perf_counter()
         self.accept()
-        return built - start, time.perf_counter() - accept_start
+        return Step(self.tree, self.accepted.accept_len, built - start, time.perf_counter() - accept_start)
 
 
-def tree_digest(digest: Any, tree: Tree) -> None:
-    """Adds a tree without its root and padding to a hash: node_count, then tokens, parents, depths, log_probs."""
-    count = int(tree.node_count[0])
-    digest.update(np.array(count, "<i4").tobytes())
-    for field, dtype in (("tokens", "<i4"), ("parents", "<i4"), ("depths", "<i4"), ("log_probs", "<f4")):
-        digest.update(getattr(tree, field)[0, 1:count].astype(dtype).tobytes())
+class GpuStepper:
+    """Steps on a GPU, timing replays of a graph of the one call."""
+
+    AHEAD = 32
+    """Calls that run first, so that the device is still busy when the host has queued what is timed."""
+
+    def __init__(self, trace: Trace, budget: int, context: Context, clock: Clock, batch: int) -> None:
+        self.batch, self.clock = batch, clock
+
+        def array(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+            return DeviceArray((batch, *shape), dtype, context.device)
+
+        self.recorded = (trace.log_probs, trace.token_ids, trace.root_tokens)
+        rows, ids, roots = (array(recorded.shape[1:], recorded.dtype) for recorded in self.recorded)
+        self.inputs = (rows, ids, roots)
+        lens, self.targets = array((), np.int32), array((budget + 1,), np.int32)
+        lens.copy_from(np.zeros(batch, np.int32))
+        self.live = None if batch == 1 else DeviceArray(1, np.int32, context.device)
+        self.tree_call = tree_build.prepare(rows, ids, roots, lens, budget, num_live=self.live, context=context)
+        self.accept_call = tree_accept.prepare(self.tree_call.result, self.targets, num_live=self.live, context=context)
+        self.build, self.accept = self.graphs(self.tree_call), self.graphs(self.accept_call)
+
+    def graphs(self, call: Call[Any]) -> tuple[Graph, Graph]:
+        return self.clock.capture(call.launch, self.AHEAD), self.clock.capture(call.launch, 1)
+
+    def seconds(self, graphs: tuple[Graph, Graph]) -> float:
+        ahead, single = graphs
+        ahead.launch(self.clock.stream)
+        return self.clock.between(lambda: single.launch(self.clock.stream))
+
+    def upload(self, array: DeviceArray, values: Any) -> None:
+        """The first requests of a batch; the others are dead."""
+        padded = np.zeros(array.shape, array.dtype)
+        padded[: len(values)] = values
+        array.copy_from(padded)
+
+    def run(self, trace: Trace, steps: slice) -> Step:
+        for array, recorded in zip(self.inputs, self.recorded, strict=True):
+            self.upload(array, recorded[steps])
+        count = len(trace.root_tokens[steps])
+        if self.live is not None:
+            self.live.copy_from(np.array([count], np.int32))
+        build_seconds = self.seconds(self.build)
+        tree = to_host(self.tree_call.result)
+        self.upload(self.targets, targets_of(trace, steps, tree.depths[:count]))
+        accept_seconds = self.seconds(self.accept)
+        return Step(tree, self.accept_call.result.accept_len.numpy()[:count], build_seconds, accept_seconds)
 
 
-def targets_of(trace: Trace, steps: Any, depths: Any) -> Any:
-    """The target's token after nodes of these depths [S, N], on the path that agrees with the target.
+class Replayed(NamedTuple):
+    lengths: list[int]
+    sha256: str
+    build_us: float
+    accept_us: float
 
-    After the last recorded token it is unknown; such a node has no children, so any token serves.
-    """
-    continued = np.pad(trace.continuation[steps], ((0, 0), (0, 1)))
-    return np.take_along_axis(continued, depths, axis=1)
+
+def replay_all(trace: Trace, stepper: Stepper, bar: Any) -> Replayed:
+    """All steps, in order; the medians of the times of a call."""
+    digest, lengths = hashlib.sha256(), []
+    build_seconds, accept_seconds = [], []
+    steps = len(trace.root_tokens)
+    stepper.run(trace, slice(0, min(stepper.batch, steps)))  # first touch of code and memory
+    unseen = 0
+    for first in range(0, steps, stepper.batch):
+        last = min(first + stepper.batch, steps)
+        step = stepper.run(trace, slice(first, last))
+        build_seconds.append(step.build_seconds)
+        accept_seconds.append(step.accept_seconds)
+        lengths += step.accept_len.tolist()
+        tree_digest(digest, step.tree, last - first)
+        unseen += last - first
+        if unseen >= BATCH or last == steps:
+            bar.update(unseen)
+            unseen = 0
+    times = (statistics.median(seconds) * 1e6 for seconds in (build_seconds, accept_seconds))
+    return Replayed(lengths, digest.hexdigest(), *times)
+
+
+def row_of(budget: int, replayed: Replayed) -> dict[str, Any]:
+    return {
+        "budget": budget,
+        "accept_len_mean": statistics.fmean(replayed.lengths),
+        "build_us_p50": replayed.build_us,
+        "accept_us_p50": replayed.accept_us,
+        "trees_sha256": replayed.sha256,
+    }
+
+
+def row_on_gpu(trace: Trace, budget: int, context: Context, clock: Clock, bar: Any) -> dict[str, Any]:
+    """One step a call, then many; both must say the same."""
+    single, batched = (replay_all(trace, GpuStepper(trace, budget, context, clock, batch), bar) for batch in (1, BATCH))
+    if (single.lengths, single.sha256) != (batched.lengths, batched.sha256):
+        click.echo(f"\nkdtree: budget {budget}: {BATCH} steps a call gave other trees than one", err=True)
+        sys.exit(FAILED)
+    times = {f"build_us_p50_batch{BATCH}": batched.build_us, f"accept_us_p50_batch{BATCH}": batched.accept_us}
+    return {**row_of(budget, single), **times}
 
 
 def chain_accept_len_mean(trace: Trace) -> float:
@@ -186,38 +233,25 @@ def replay(trace: str | None, budgets: list[int], backend: str, plot: Path | Non
     continuation [.., D] i32 (what the target went on to emit), or the name of a bundled one (default: trace_code).
     For each step the tree of the drafter's rows is built and followed along the continuation. The accepted
     length is 1 + the draft tokens accepted. Times are medians a step of one call with one request.
+
+    On a GPU everything runs twice, one step a call and 64 steps a call, and must come out the same. A time there is
+    that between two events around the replay of a graph of the one call, behind other work, so that the host is not in
+    it; the columns "x64" (build_us_p50_batch64, accept_us_p50_batch64 in the JSON) are of a call with 64 requests.
     """
     figure = None if plot is None else figure_for("--plot", plot, (7, 4.5))
     path = bundled("trace_code") if trace is None else resolve_fixture(trace)
     recorded = load_trace(path)
     context = None if backend == "reference" else Context(backend=backend)
+    clock = Clock(context.device, 0) if context is not None and backend == "cuda" else None
     steps, depth, candidates = recorded.log_probs.shape
     chain = chain_accept_len_mean(recorded)
     rows: list[dict[str, Any]] = []
-    with progress(len(budgets) * steps, "replaying") as bar:
+    with progress(len(budgets) * steps * (1 if clock is None else 2), "replaying") as bar:
         for budget in budgets:
-            stepper = Stepper(recorded, budget, context)
-            digest = hashlib.sha256()
-            lengths, build_seconds, accept_seconds = [], [], []
-            stepper.run(recorded, 0)  # first touch of code and memory
-            for step in range(steps):
-                build, accept = stepper.run(recorded, step)
-                build_seconds.append(build)
-                accept_seconds.append(accept)
-                lengths.append(int(stepper.accepted.accept_len[0]))
-                tree_digest(digest, stepper.tree)
-                if step % 64 == 63:
-                    bar.update(64)
-            bar.update(steps % 64)
-            rows.append(
-                {
-                    "budget": budget,
-                    "accept_len_mean": statistics.fmean(lengths),
-                    "build_us_p50": statistics.median(build_seconds) * 1e6,
-                    "accept_us_p50": statistics.median(accept_seconds) * 1e6,
-                    "trees_sha256": digest.hexdigest(),
-                }
-            )
+            if context is not None and clock is not None:
+                rows.append(row_on_gpu(recorded, budget, context, clock, bar))
+            else:
+                rows.append(row_of(budget, replay_all(recorded, HostStepper(recorded, budget, context), bar)))
     if figure is not None:
         plot_rows(figure, rows, chain)
         figure.savefig(plot)
@@ -236,9 +270,12 @@ def replay(trace: str | None, budgets: list[int], backend: str, plot: Path | Non
         return
     origin = "bundled " if path == bundled(path.stem) else ""
     click.echo(f"{origin}{path.name}: {steps} steps, D={depth}, K={candidates}, backend {backend}\n")
-    table = [("chain", f"{chain:.4f}", "", "", "")]
+    times = {"build us": "build_us_p50", "accept us": "accept_us_p50"}
+    if clock is not None:
+        times |= {f"{name} x{BATCH}": f"{key}_batch{BATCH}" for name, key in times.items()}
+    table = [("chain", f"{chain:.4f}", "", *("" for _ in times))]
     for row in rows:
         gain = f"{row['accept_len_mean'] / chain:.2f}x"
-        times = (f"{row['build_us_p50']:.1f}", f"{row['accept_us_p50']:.1f}")
-        table.append((str(row["budget"]), f"{row['accept_len_mean']:.4f}", gain, *times))
-    print_table(("budget", "tokens/step", "vs chain", "build us", "accept us"), table)
+        cells = (f"{row[key]:.1f}" for key in times.values())
+        table.append((str(row["budget"]), f"{row['accept_len_mean']:.4f}", gain, *cells))
+    print_table(("budget", "tokens/step", "vs chain", *times), table)

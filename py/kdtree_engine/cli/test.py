@@ -21,6 +21,9 @@ from ._common import json_option, print_json
 
 FAILED, ENVIRONMENT, NOTHING_MATCHED = 1, 3, 5
 
+BACKEND = "KDTREE_TEST_BACKEND"
+"""Tells the C++ programs and pytest which backend to test (py/tests/conftest.py)."""
+
 
 class TestSetupError(KdtError, RuntimeError):
     """The tests cannot be run here."""
@@ -62,7 +65,7 @@ def test_programs(build: Path) -> list[Path]:
     return [Path(line) for line in manifest.read_text().splitlines()]
 
 
-def run_cpp(programs: list[Path], pattern: str | None, report: Path) -> dict[str, int]:
+def run_cpp(programs: list[Path], pattern: str | None, backend: str, report: Path) -> dict[str, int]:
     """Runs GoogleTest programs and adds up their reports. A program that dies counts as one failure."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     for program in programs:
@@ -70,7 +73,7 @@ def run_cpp(programs: list[Path], pattern: str | None, report: Path) -> dict[str
         command = [str(program), f"--gtest_output=json:{report}", "--gtest_brief=1"]
         if pattern is not None:
             command.append(f"--gtest_filter=*{pattern}*")
-        code = run(command)
+        code = run(command, {**os.environ, BACKEND: backend})
         failed = 0
         if report.is_file():
             for suite in json.loads(report.read_text())["testsuites"]:
@@ -86,12 +89,12 @@ def run_cpp(programs: list[Path], pattern: str | None, report: Path) -> dict[str
     return counts
 
 
-def run_python(root: Path, pattern: str | None, library: Path, report: Path) -> dict[str, int]:
+def run_python(root: Path, pattern: str | None, backend: str, library: Path, report: Path) -> dict[str, int]:
     """Runs pytest on the checkout against the library of the build tree under test."""
     command = [sys.executable, "-m", "pytest", str(root / "py" / "tests"), f"--junitxml={report}", f"--rootdir={root}"]
     if pattern is not None:
         command += ["-k", pattern]
-    code = run(command, {**os.environ, "KDTREE_LIBRARY": str(library), "PATH": tool_path()})
+    code = run(command, {**os.environ, "KDTREE_LIBRARY": str(library), "PATH": tool_path(), BACKEND: backend})
     if code == 5 and pattern is not None:  # pytest: no test matched
         return {"passed": 0, "failed": 0, "skipped": 0}
     if not report.is_file():
@@ -118,21 +121,24 @@ def run_python(root: Path, pattern: str | None, library: Path, report: Path) -> 
 @click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @json_option
 def test(pattern: str | None, cpp: bool, python: bool, preset: str, backend: str, as_json: bool) -> None:
-    """Run the C++ and Python tests of a checkout. Exit code 1: a test failed; 5: none matched -k."""
+    """Run the C++ and Python tests of a checkout. Exit code 1: a test failed; 5: none matched -k.
+
+    With --backend cuda the operations are tested on a GPU: the C++ programs run with KDTREE_TEST_BACKEND=cuda in their
+    environment, and of the Python tests those marked `cuda`.
+    """
     if backend == "cuda":
         Context(backend="cuda")  # no CUDA code or no GPU: exit 3 with the reason
-        raise TestSetupError("the operations have no CUDA version yet, so there is nothing to test on the GPU")
     root = find_checkout()
     build = root / "build" / preset
     library = build / "libkdtree_kernels.so"
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kdtree-test-") as folder:
         if cpp:
-            results["cpp"] = run_cpp(test_programs(build), pattern, Path(folder) / "cpp.json")
+            results["cpp"] = run_cpp(test_programs(build), pattern, backend, Path(folder) / "cpp.json")
         if python:
             if not library.is_file():
                 raise LibraryNotFoundError(f"{library} is missing: run tools/dev-setup first")
-            results["python"] = run_python(root, pattern, library, Path(folder) / "python.xml")
+            results["python"] = run_python(root, pattern, backend, library, Path(folder) / "python.xml")
     total = {key: sum(counts[key] for counts in results.values()) for key in ("passed", "failed", "skipped")}
     if as_json:
         print_json({**results, "total": total})

@@ -13,9 +13,16 @@ num_live    optional int, or i32 array [1] read at each launch: requests >= num_
 out         optional result to write into instead of a new one, all arrays preallocated.
 workspace   optional u8 array of at least `workspace_size(...)` bytes, to be used instead of a new one.
 context     optional `Context`; the default is the CPU with all threads.
+stream      on a GPU: None (the default stream), a handle, or an object with `cuda_stream` (torch's or our `Stream`).
+
+With a context of the backend "cpu" arrays are numpy's. With one of "cuda" they are in that GPU's memory:
+`DeviceArray`s, or anything with `__cuda_array_interface__` (torch's tensors, cupy's arrays); new ones are
+`DeviceArray`s. Short lists of ints and numbers are still taken, and uploaded. A call on a GPU returns when the work is
+on the stream, not when it is done; `DeviceArray.numpy()` waits for it.
 
 Each operation has `f.prepare`: with the same arguments it gives a `Call`, whose `launch()` is one call of the C ABI, as
-often as one likes on the same arrays, and whose `result` is what `f` returns.
+often as one likes on the same arrays, and whose `result` is what `f` returns. On a GPU that is what is fast, and what
+can be captured in a graph: `f` itself makes new arrays and scratch, and waits for the device to free the scratch.
 """
 
 from __future__ import annotations

@@ -12,12 +12,8 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 
-from .._arrays import (
-    View,
-    host_int,
-    view,
-)
-from .._context import Context, check, context_or_default
+from .._arrays import Memory, View, host_int
+from .._context import Context, check
 from .._errors import KdtValueError
 from .._library import load
 
@@ -33,7 +29,8 @@ P = ParamSpec("P")
 class Call(Generic[R]):
     """One operation with all its arguments settled: `launch()` is a single call of the C ABI.
 
-    The arrays' contents may change between launches; the arrays themselves may not.
+    The arrays' contents may change between launches; the arrays themselves may not. On a GPU a launch puts the
+    operation on a stream and does not wait for it. It may be captured in a graph, which then needs this object alive.
     """
 
     def __init__(
@@ -42,25 +39,29 @@ class Call(Generic[R]):
         params: ctypes.Structure,
         result: R,
         keep: Sequence[Any],
-        context: Context | None,
+        context: Context,
         workspace: Any,
+        stream: Any,
     ) -> None:
         library = load()
         self.result = result
-        self._context = context_or_default(context)
+        self._context = context
+        self._stream = context.memory.stream(stream)
         self._function = getattr(library, f"kdt_{name}")
         self._params = params
         size = ctypes.c_size_t()
         check(getattr(library, f"kdt_{name}_workspace_size")(self._context.handle, params, size))
         self.workspace_size = size.value
         if workspace is None:
-            workspace = np.empty(size.value, np.uint8)
-        scratch = view("workspace", workspace, np.uint8, (None,), writable=True)
-        self._arguments = (self._context.handle, params, scratch.pointer, scratch.shape[0], None)
+            workspace = context.memory.empty((size.value,), np.uint8)
+        scratch = context.memory.view("workspace", workspace, np.uint8, (None,), writable=True)
+        self._arguments = (context.handle, params, scratch.pointer, scratch.shape[0])
         self._keep = (*keep, scratch)
 
-    def launch(self) -> None:
-        status = self._function(*self._arguments)
+    def launch(self, stream: Any = None) -> None:
+        """One call, on this stream instead of the one it was prepared with."""
+        handle = self._stream if stream is None else self._context.memory.stream(stream)
+        status = self._function(*self._arguments, handle)
         if status != 0:
             check(status)
 
@@ -107,10 +108,10 @@ def given_outputs(out: Any, count: int) -> list[Any]:
     return list(out)
 
 
-def checked_output(name: str, out: Any, shape: Sequence[int], dtype: Any) -> tuple[Any, View]:
+def checked_output(memory: Memory, name: str, out: Any, shape: Sequence[int], dtype: Any) -> tuple[Any, View]:
     """A given output checked, or a new one."""
-    array = np.empty(tuple(shape), dtype) if out is None else out
-    return array, view(name, array, dtype, shape, writable=True)
+    array = memory.empty(shape, dtype) if out is None else out
+    return array, memory.view(name, array, dtype, shape, writable=True)
 
 
 def results(*results: Any) -> Any:

@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import _abi
-from .._arrays import (
-    View,
-    float_view,
-    int_vector,
-    optional_int_vector,
-    optional_scalar,
-    pointer,
-    row_stride,
-    view,
-)
-from .._context import Context
+from .._arrays import View, pointer, row_stride
+from .._context import Context, context_or_default
 from .._errors import KdtValueError, Status
 from .._floats import float_name
 from ..types import Tree
@@ -54,6 +45,7 @@ def verify_attn(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """Attention of a tree's queries over prefix and tree in absorbed MLA (DeepSeek-V2, arXiv 2405.04434).
 
@@ -73,23 +65,25 @@ def verify_attn(
     same. A query >= node_count, or one that sees nothing, gets 0 and -inf. What no query may see never matters.
     CLAMPED: a length or count was out of range, or a page that a query must see is not there (its rows are unseen).
     """
-    queries, code = float_view("q", q, (None, None, None, _QK_DIM))
+    where = context_or_default(context)
+    memory = where.memory
+    queries, code = memory.float_view("q", q, (None, None, None, _QK_DIM))
     batch_size, num_queries, num_heads, _ = queries.shape
-    table = None if block_table is None else view("block_table", block_table, np.int32, (batch_size, None))
-    if not isinstance(kv_cache, np.ndarray) or kv_cache.ndim != 3:
-        got = f"{kv_cache.ndim} dimensions" if isinstance(kv_cache, np.ndarray) else type(kv_cache).__name__
-        raise KdtValueError(f"argument 'kv_cache': expected an array of 3 dimensions, got {got}")
-    _, kv_code = float_view("kv_cache", kv_cache, (None, None, _QK_DIM))
+    table = None if block_table is None else memory.view("block_table", block_table, np.int32, (batch_size, None))
+    dimensions = len(memory.describe("kv_cache", kv_cache).shape)
+    if dimensions != 3:
+        raise KdtValueError(f"argument 'kv_cache': expected an array of 3 dimensions, got {dimensions} dimensions")
+    rows, kv_code = memory.float_view("kv_cache", kv_cache, (None, None, _QK_DIM))
     if kv_code != code:
-        raise KdtValueError(f"argument 'kv_cache': expected q's dtype {q.dtype}, got {kv_cache.dtype}")
-    cache, keep, shape = cache_struct("kv_cache", kv_cache, table, writable=False)
+        raise KdtValueError(f"argument 'kv_cache': expected q's dtype {queries.dtype}, got {rows.dtype}")
+    cache, keep, shape = cache_struct(memory, "kv_cache", kv_cache, table, writable=False)
     if table is None and shape[1] < batch_size:
         raise KdtValueError(
             f"argument 'kv_cache': expected at least {batch_size} requests, got {shape[1]}", Status.SHAPE
         )
-    lens = int_vector("prefix_lens", prefix_lens, batch_size)
-    starts = optional_int_vector("kv_starts", kv_starts, batch_size)
-    live = optional_scalar("num_live", num_live)
+    lens = memory.int_vector("prefix_lens", prefix_lens, batch_size)
+    starts = memory.optional_int_vector("kv_starts", kv_starts, batch_size)
+    live = memory.optional_scalar("num_live", num_live)
     struct = None
     if tree is not None:
         if not isinstance(tree, Tree):
@@ -97,23 +91,24 @@ def verify_attn(
         fields = [field for field in ("visibility", "node_count") if getattr(tree, field) is not None]
         slots = num_queries
         if tree.visibility is not None:
-            slots = view("tree.visibility", tree.visibility, np.uint64, (batch_size, None, None)).shape[1]
-        struct, views = tree_struct("tree", tree, batch_size, slots, fields, writable=False)
+            slots = memory.view("tree.visibility", tree.visibility, np.uint64, (batch_size, None, None)).shape[1]
+        struct, views = tree_struct(memory, "tree", tree, batch_size, slots, fields, writable=False)
         keep.append(views)
 
     count = 2 + bool(return_status)
     outs = given_outputs(out, count)
-    result_dtype = q.dtype if out_dtype is None else _float_dtype(out_dtype)
+    result_dtype = queries.dtype if out_dtype is None else _float_dtype(out_dtype)
+    out_shape = (batch_size, num_queries, num_heads, _V_DIM)
     if outs[0] is None:
-        outs[0] = np.empty((batch_size, num_queries, num_heads, _V_DIM), result_dtype)
-    result, result_code = float_view("out[0]", outs[0], (batch_size, num_queries, num_heads, _V_DIM), writable=True)
-    if out_dtype is not None and float_name(outs[0].dtype) != float_name(result_dtype):
-        raise KdtValueError(f"argument 'out[0]': expected dtype {result_dtype}, got {outs[0].dtype}")
+        outs[0] = memory.empty(out_shape, result_dtype)
+    result, result_code = memory.float_view("out[0]", outs[0], out_shape, writable=True)
+    if out_dtype is not None and float_name(result.dtype) != float_name(result_dtype):
+        raise KdtValueError(f"argument 'out[0]': expected dtype {result_dtype}, got {result.dtype}")
     if outs[1] is None:
-        outs[1] = np.empty((batch_size, num_queries, num_heads), np.float32)
+        outs[1] = memory.empty((batch_size, num_queries, num_heads), np.float32)
     sums_shape = (batch_size, num_queries, num_heads)
-    sums = view("out[1]", outs[1], np.float32, sums_shape, writable=True, contiguous_last=False)
-    status = checked_output("out[2]", outs[-1], (batch_size,), np.int32) if return_status else None
+    sums = memory.view("out[1]", outs[1], np.float32, sums_shape, writable=True, contiguous_last=False)
+    status = checked_output(memory, "out[2]", outs[-1], (batch_size,), np.int32) if return_status else None
     params = _abi.VerifyAttnParams(
         batch_size=batch_size,
         num_queries=num_queries,
@@ -145,7 +140,7 @@ def verify_attn(
         status=status and status[1].pointer,
     )
     keep += [queries, lens, starts, live, result, sums, status]
-    return Call("verify_attn", params, results(outs[0], outs[1], status and status[0]), keep, context, workspace)
+    return Call("verify_attn", params, results(outs[0], outs[1], status and status[0]), keep, where, workspace, stream)
 
 
 @operation
@@ -162,6 +157,7 @@ def merge_attn_states(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """Attention over two disjoint sets of keys from the results over each (FlashAttention, arXiv 2205.14135).
 
@@ -172,28 +168,30 @@ def merge_attn_states(
 
     Returns (out [..., H, D], lse [..., H]). Both sides empty: 0, -inf. NaN propagates.
     """
-    a, a_code = float_view("out_a", out_a, (None,) * max(getattr(out_a, "ndim", 2), 2))
+    where = context_or_default(context)
+    memory = where.memory
+    a, a_code = memory.float_view("out_a", out_a, (..., None, None))
     shape = a.shape
-    b, b_code = float_view("out_b", out_b, shape)
-    a_lse = view("lse_a", lse_a, np.float32, shape[:-1], contiguous_last=False)
-    b_lse = view("lse_b", lse_b, np.float32, shape[:-1], contiguous_last=False)
+    b, b_code = memory.float_view("out_b", out_b, shape)
+    a_lse = memory.view("lse_a", lse_a, np.float32, shape[:-1], contiguous_last=False)
+    b_lse = memory.view("lse_b", lse_b, np.float32, shape[:-1], contiguous_last=False)
     if out is None:
         out = (
-            np.empty(shape, out_a.dtype if out_dtype is None else _float_dtype(out_dtype)),
-            np.empty(shape[:-1], np.float32),
+            memory.empty(shape, a.dtype if out_dtype is None else _float_dtype(out_dtype)),
+            memory.empty(shape[:-1], np.float32),
         )
     elif not isinstance(out, (tuple, list)) or len(out) != 2:
         raise KdtValueError("argument 'out': expected a tuple (out, lse)")
-    result, result_code = float_view("out[0]", out[0], shape, writable=True)
-    if out_dtype is not None and float_name(out[0].dtype) != float_name(_float_dtype(out_dtype)):
-        raise KdtValueError(f"argument 'out[0]': expected dtype {_float_dtype(out_dtype)}, got {out[0].dtype}")
-    sums = view("out[1]", out[1], np.float32, shape[:-1], writable=True, contiguous_last=False)
-    live = optional_scalar("num_live", num_live)
+    result, result_code = memory.float_view("out[0]", out[0], shape, writable=True)
+    if out_dtype is not None and float_name(result.dtype) != float_name(_float_dtype(out_dtype)):
+        raise KdtValueError(f"argument 'out[0]': expected dtype {_float_dtype(out_dtype)}, got {result.dtype}")
+    sums = memory.view("out[1]", out[1], np.float32, shape[:-1], writable=True, contiguous_last=False)
+    live = memory.optional_scalar("num_live", num_live)
 
     def strides(name: str, array: View, heads_axis: int) -> tuple[int, int]:
         """From row to row and from head to head."""
-        rows = View(array.owner, 0, array.shape[: heads_axis + 1], array.strides[: heads_axis + 1])
-        return row_stride(name, rows), array.strides[heads_axis]
+        upto = heads_axis + 1
+        return row_stride(name, array.shape[:upto], array.strides[:upto]), array.strides[heads_axis]
 
     axis = len(shape) - 2
     fields: dict[str, Any] = {}
@@ -221,7 +219,7 @@ def merge_attn_states(
         **fields,
     )
     keep = [a, b, a_lse, b_lse, result, sums, live]
-    return Call("merge_attn_states", params, (out[0], out[1]), keep, context, workspace)
+    return Call("merge_attn_states", params, (out[0], out[1]), keep, where, workspace, stream)
 
 
 def _float(name: str, value: Any) -> float:

@@ -8,64 +8,57 @@ from typing import Any
 import numpy as np
 
 from .. import _abi
-from .._arrays import (
-    View,
-    host_int,
-    int_vector,
-    optional_scalar,
-    pointer,
-    view,
-)
-from .._context import Context
+from .._arrays import Memory, View, host_int, pointer
+from .._context import Context, context_or_default
 from .._errors import KdtValueError, Status
 from ..types import Accepted
-from ._call import MAX_BUDGET, Call, operation
+from ._call import MAX_BUDGET, Call, checked_output, operation
 
 
 def cache_struct(
-    name: str, cache: Any, table: View | None, *, writable: bool
+    memory: Memory, name: str, cache: Any, table: View | None, *, writable: bool
 ) -> tuple[_abi.KvCacheStruct, list[Any], tuple[Any, ...]]:
     """The C struct of a cache, what keeps it alive, and (layers, pages, page_size, width) and dtype."""
-    layers = list(cache) if isinstance(cache, (list, tuple)) else None
     keep: list[Any] = [table]
     struct = _abi.KvCacheStruct()
-    if layers is None:
-        if not isinstance(cache, np.ndarray) or cache.ndim not in (3, 4):
-            got = f"{cache.ndim} dimensions" if isinstance(cache, np.ndarray) else type(cache).__name__
+    if not isinstance(cache, (list, tuple)):
+        dimensions = len(memory.describe(name, cache).shape)
+        if dimensions not in (3, 4):
             raise KdtValueError(
-                f"argument '{name}': expected an array of 3 or 4 dimensions or a list of layers, got {got}"
+                f"argument '{name}': expected an array of 3 or 4 dimensions or a list of layers, got "
+                f"{dimensions} dimensions"
             )
-        array = view(name, cache, None, (None,) * cache.ndim, writable=writable)
-        struct.num_layers = cache.shape[0] if cache.ndim == 4 else 1
-        struct.layer_stride = array.strides[0] if cache.ndim == 4 else 0
+        array = memory.view(name, cache, None, (None,) * dimensions, writable=writable)
+        struct.num_layers = array.shape[0] if dimensions == 4 else 1
+        struct.layer_stride = array.strides[0] if dimensions == 4 else 0
         struct.data = array.pointer
-        dtype = cache.dtype
     else:
-        if not layers:
+        if not cache:
             raise KdtValueError(f"argument '{name}': expected at least one layer, got an empty list", Status.SHAPE)
-        views = [view(f"{name}[{i}]", layer, None, (None,) * 3, writable=writable) for i, layer in enumerate(layers)]
+        views = [
+            memory.view(f"{name}[{i}]", layer, None, (None,) * 3, writable=writable) for i, layer in enumerate(cache)
+        ]
         array = views[0]
-        for i, (layer, other) in enumerate(zip(layers, views, strict=True)):
-            if other.shape != array.shape or other.strides != array.strides or layer.dtype != layers[0].dtype:
+        for i, other in enumerate(views):
+            if (other.shape, other.strides, other.dtype) != (array.shape, array.strides, array.dtype):
                 raise KdtValueError(
                     f"argument '{name}[{i}]': expected dtype, shape and strides of '{name}[0]' "
-                    f"({layers[0].dtype}, {list(array.shape)}, {list(array.strides)}), "
-                    f"got {layer.dtype}, {list(other.shape)}, {list(other.strides)}",
+                    f"({array.dtype}, {list(array.shape)}, {list(array.strides)}), "
+                    f"got {other.dtype}, {list(other.shape)}, {list(other.strides)}",
                     Status.SHAPE,
                 )
-        pointers = (ctypes.c_void_p * len(views))(*(v.pointer for v in views))
+        pointers, address = memory.pointer_array([view.pointer for view in views])
         struct.num_layers = len(views)
-        struct.layer_data = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
-        dtype = layers[0].dtype
+        struct.layer_data = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         keep += [pointers, views]
     keep.append(array)
     struct.num_pages, struct.page_size, struct.row_width = array.shape[-3:]
     struct.page_stride, struct.row_stride = array.strides[-3:-1]
-    struct.element_size = dtype.itemsize
+    struct.element_size = array.dtype.itemsize
     if table is not None:
         struct.block_table, struct.block_table_stride = table.pointer, table.strides[0]
         struct.max_pages = table.shape[1]
-    return struct, keep, (struct.num_layers, *array.shape[-3:], dtype)
+    return struct, keep, (struct.num_layers, *array.shape[-3:], array.dtype)
 
 
 @operation
@@ -80,6 +73,7 @@ def kv_compact(
     return_status: bool = False,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """Keeps the KV rows of the accepted path: row prefix_len + accept_index[k] goes to row prefix_len + k.
 
@@ -94,20 +88,22 @@ def kv_compact(
     Returns out, or cache; with return_status=True, (that, status [B] i32). A request whose path does not ascend
     strictly within 0..N-1, or whose rows are not all in the table, is untouched: BAD_TREE.
     """
+    where = context_or_default(context)
+    memory = where.memory
     if not isinstance(accepted, Accepted):
         raise KdtValueError(f"argument 'accepted': expected an Accepted, got {type(accepted).__name__}")
-    index = view("accepted.accept_index", accepted.accept_index, np.int32, (None, None))
+    index = memory.view("accepted.accept_index", accepted.accept_index, np.int32, (None, None))
     batch_size, max_len = index.shape
-    lengths = int_vector("accepted.accept_len", accepted.accept_len, batch_size)
-    lens = int_vector("prefix_lens", prefix_lens, batch_size)
-    live = optional_scalar("num_live", num_live)
-    table = None if block_table is None else view("block_table", block_table, np.int32, (batch_size, None))
-    struct, keep, shape = cache_struct("cache", cache, table, writable=out is None)
+    lengths = memory.int_vector("accepted.accept_len", accepted.accept_len, batch_size)
+    lens = memory.int_vector("prefix_lens", prefix_lens, batch_size)
+    live = memory.optional_scalar("num_live", num_live)
+    table = None if block_table is None else memory.view("block_table", block_table, np.int32, (batch_size, None))
+    struct, keep, shape = cache_struct(memory, "cache", cache, table, writable=out is None)
     if table is None and shape[1] < batch_size:
         raise KdtValueError(f"argument 'cache': expected at least {batch_size} requests, got {shape[1]}", Status.SHAPE)
     destination = None
     if out is not None:
-        destination, keep_out, out_shape = cache_struct("out", out, table, writable=True)
+        destination, keep_out, out_shape = cache_struct(memory, "out", out, table, writable=True)
         if out_shape != shape:
             raise KdtValueError(
                 f"argument 'out': expected the layers, pages, page size, width and dtype of 'cache', "
@@ -115,7 +111,7 @@ def kv_compact(
                 Status.SHAPE,
             )
         keep += keep_out
-    status = np.zeros(batch_size, np.int32)
+    status, flags = checked_output(memory, "status", None, (batch_size,), np.int32)
     params = _abi.KvCompactParams(
         batch_size=batch_size,
         num_slots=host_int("accepted.num_slots", accepted.num_slots, 1, MAX_BUDGET + 1, Status.LIMIT),
@@ -127,8 +123,8 @@ def kv_compact(
         accept_len=lengths.pointer,
         prefix_lens=lens.pointer,
         num_live=pointer(live),
-        status=status.ctypes.data,
+        status=flags.pointer,
     )
     written = cache if out is None else out
     result = (written, status) if return_status else written
-    return Call("kv_compact", params, result, [index, lengths, lens, live, keep, status], context, workspace)
+    return Call("kv_compact", params, result, [index, lengths, lens, live, keep, flags], where, workspace, stream)

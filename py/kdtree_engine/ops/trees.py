@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import _abi
-from .._arrays import (
-    View,
-    host_int,
-    int_vector,
-    optional_int_vector,
-    optional_scalar,
-    pointer,
-    view,
-)
+from .._arrays import Memory, View, host_int, pointer
 from .._context import Context, check, context_or_default
 from .._errors import KdtValueError, Status
 from .._library import load
@@ -38,23 +30,32 @@ _TREE_FIELDS: dict[str, type[np.generic]] = {
 }
 
 
+def _field_shape(field: str, batch_size: int, num_slots: int) -> tuple[int, ...]:
+    if field == "visibility":
+        return (batch_size, num_slots, (num_slots + 63) // 64)
+    return (batch_size,) if field in ("node_count", "status") else (batch_size, num_slots)
+
+
 def tree_struct(
-    name: str, tree: Any, batch_size: int | None, num_slots: int | None, fields: Sequence[str], *, writable: bool
+    memory: Memory,
+    name: str,
+    tree: Any,
+    batch_size: int | None,
+    num_slots: int | None,
+    fields: Sequence[str],
+    *,
+    writable: bool,
 ) -> tuple[_abi.TreeStruct, list[View]]:
     """The C struct of the named fields of a tree, and the views that keep them alive."""
     if not isinstance(tree, Tree):
         raise KdtValueError(f"argument '{name}': expected a Tree, got {type(tree).__name__}")
     if batch_size is None or num_slots is None:
-        batch_size, num_slots = view(f"{name}.tokens", tree.tokens, np.int32, (batch_size, num_slots)).shape
+        batch_size, num_slots = memory.view(f"{name}.tokens", tree.tokens, np.int32, (batch_size, num_slots)).shape
     struct = _abi.TreeStruct(batch_size=batch_size, num_slots=num_slots)
     views: list[View] = []
     for field in fields:
-        shape: tuple[int, ...] = (batch_size,)
-        if field == "visibility":
-            shape = (batch_size, num_slots, (num_slots + 63) // 64)
-        elif field not in ("node_count", "status"):
-            shape = (batch_size, num_slots)
-        array = view(f"{name}.{field}", getattr(tree, field), _TREE_FIELDS[field], shape, writable=writable)
+        shape = _field_shape(field, batch_size, num_slots)
+        array = memory.view(f"{name}.{field}", getattr(tree, field), _TREE_FIELDS[field], shape, writable=writable)
         if field == "visibility":
             struct.visibility_stride, struct.visibility_pitch = array.strides[:2]
         elif len(shape) == 2:
@@ -70,9 +71,15 @@ def tree_struct(
     return struct, views
 
 
-def output_tree(out: Tree | None, batch_size: int, num_slots: int) -> tuple[Tree, _abi.TreeStruct, list[View]]:
-    tree = Tree.empty(batch_size, num_slots) if out is None else out
-    struct, views = tree_struct("out", tree, batch_size, num_slots, list(_TREE_FIELDS), writable=True)
+def output_tree(
+    memory: Memory, out: Tree | None, batch_size: int, num_slots: int
+) -> tuple[Tree, _abi.TreeStruct, list[View]]:
+    """A given tree checked, or a new one: the operation writes all of it."""
+    tree = out
+    if tree is None:
+        shapes = {field: _field_shape(field, batch_size, num_slots) for field in _TREE_FIELDS}
+        tree = Tree(**{field: memory.empty(shapes[field], dtype) for field, dtype in _TREE_FIELDS.items()})
+    struct, views = tree_struct(memory, "out", tree, batch_size, num_slots, list(_TREE_FIELDS), writable=True)
     return tree, struct, views
 
 
@@ -91,6 +98,7 @@ def tree_build(
     out: Tree | None = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Tree]:
     """The best `budget`-node tree of each request (DDTree, arXiv 2604.12989).
 
@@ -108,17 +116,19 @@ def tree_build(
     first). A row ends at its first entry that is NaN, infinite, > 0, larger than the one before, or whose id is
     out of range; unless only (-inf, -1) follows, status has ROW_TRUNCATED. CLAMPED: a number was out of range.
     """
-    rows = view("log_probs", log_probs, np.float32, (None, None, None))
+    where = context_or_default(context)
+    memory = where.memory
+    rows = memory.view("log_probs", log_probs, np.float32, (None, None, None))
     batch_size, depth, candidates = rows.shape
-    ids = view("token_ids", token_ids, np.int32, rows.shape)
-    roots = int_vector("root_tokens", root_tokens, batch_size)
-    lens = int_vector("prefix_lens", prefix_lens, batch_size)
+    ids = memory.view("token_ids", token_ids, np.int32, rows.shape)
+    roots = memory.int_vector("root_tokens", root_tokens, batch_size)
+    lens = memory.int_vector("prefix_lens", prefix_lens, batch_size)
     budget = host_int("budget", budget, 0, MAX_BUDGET, Status.LIMIT)
-    per_request = optional_int_vector("budgets", budgets, batch_size)
-    depths = optional_int_vector("max_depths", max_depths, batch_size)
-    live = optional_scalar("num_live", num_live)
+    per_request = memory.optional_int_vector("budgets", budgets, batch_size)
+    depths = memory.optional_int_vector("max_depths", max_depths, batch_size)
+    live = memory.optional_scalar("num_live", num_live)
     vocab = 0 if vocab_size is None else host_int("vocab_size", vocab_size, 1, 2**31 - 1)
-    tree, struct, views = output_tree(out, batch_size, budget + 1)
+    tree, struct, views = output_tree(memory, out, batch_size, budget + 1)
     params = _abi.TreeBuildParams(
         depth=depth,
         num_candidates=candidates,
@@ -138,7 +148,7 @@ def tree_build(
         tree=ctypes.pointer(struct),
     )
     keep = [rows, ids, roots, lens, per_request, depths, live, views]
-    return Call("tree_build", params, tree, keep, context, workspace)
+    return Call("tree_build", params, tree, keep, where, workspace, stream)
 
 
 @operation
@@ -152,6 +162,7 @@ def tree_from_parents(
     out: Tree | None = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Tree]:
     """The tree layout for trees of other drafters, of any depth.
 
@@ -162,13 +173,15 @@ def tree_from_parents(
 
     log_probs of nodes are 0. Malformed parents, or a count outside 0..N: BAD_TREE, the root alone.
     """
-    ids = view("tokens", tokens, np.int32, (None, None))
+    where = context_or_default(context)
+    memory = where.memory
+    ids = memory.view("tokens", tokens, np.int32, (None, None))
     batch_size, num_slots = ids.shape
-    links = view("parents", parents, np.int32, ids.shape)
-    counts = int_vector("node_counts", node_counts, batch_size)
-    lens = int_vector("prefix_lens", prefix_lens, batch_size)
-    live = optional_scalar("num_live", num_live)
-    tree, struct, views = output_tree(out, batch_size, num_slots)
+    links = memory.view("parents", parents, np.int32, ids.shape)
+    counts = memory.int_vector("node_counts", node_counts, batch_size)
+    lens = memory.int_vector("prefix_lens", prefix_lens, batch_size)
+    live = memory.optional_scalar("num_live", num_live)
+    tree, struct, views = output_tree(memory, out, batch_size, num_slots)
     params = _abi.TreeFromParentsParams(
         tokens=ids.pointer,
         tokens_stride=ids.strides[0],
@@ -179,7 +192,7 @@ def tree_from_parents(
         num_live=pointer(live),
         tree=ctypes.pointer(struct),
     )
-    return Call("tree_from_parents", params, tree, [ids, links, counts, lens, live, views], context, workspace)
+    return Call("tree_from_parents", params, tree, [ids, links, counts, lens, live, views], where, workspace, stream)
 
 
 @operation
@@ -193,6 +206,7 @@ def tree_from_visibility(
     out: Tree | None = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Tree]:
     """The tree layout from boolean ancestor masks.
 
@@ -203,14 +217,16 @@ def tree_from_visibility(
 
     A mask that is no ancestor closure with parents before children: BAD_TREE, the root alone.
     """
-    mask = view("visibility", visibility, np.bool_, (None, None, None))
+    where = context_or_default(context)
+    memory = where.memory
+    mask = memory.view("visibility", visibility, np.bool_, (None, None, None))
     batch_size, num_slots = mask.shape[:2]
-    view("visibility", visibility, np.bool_, (batch_size, num_slots, num_slots))
-    ids = view("tokens", tokens, np.int32, (batch_size, num_slots))
-    counts = int_vector("node_counts", node_counts, batch_size)
-    lens = int_vector("prefix_lens", prefix_lens, batch_size)
-    live = optional_scalar("num_live", num_live)
-    tree, struct, views = output_tree(out, batch_size, num_slots)
+    memory.view("visibility", visibility, np.bool_, (batch_size, num_slots, num_slots))
+    ids = memory.view("tokens", tokens, np.int32, (batch_size, num_slots))
+    counts = memory.int_vector("node_counts", node_counts, batch_size)
+    lens = memory.int_vector("prefix_lens", prefix_lens, batch_size)
+    live = memory.optional_scalar("num_live", num_live)
+    tree, struct, views = output_tree(memory, out, batch_size, num_slots)
     params = _abi.TreeFromVisibilityParams(
         mask=mask.pointer,
         mask_stride=mask.strides[0],
@@ -222,7 +238,7 @@ def tree_from_visibility(
         num_live=pointer(live),
         tree=ctypes.pointer(struct),
     )
-    return Call("tree_from_visibility", params, tree, [mask, ids, counts, lens, live, views], context, workspace)
+    return Call("tree_from_visibility", params, tree, [mask, ids, counts, lens, live, views], where, workspace, stream)
 
 
 _ACCEPTED_VECTORS = ("token_count", "accept_len", "next_root", "finished", "status")
@@ -240,6 +256,7 @@ def tree_accept(
     out: Accepted | None = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Accepted]:
     """The longest path of each tree that agrees with the target.
 
@@ -253,24 +270,28 @@ def tree_accept(
     none is, the target's token is the bonus and the last. A target < 0 ends the walk without a bonus
     (BAD_TARGET). An illegal link ends its sibling list (BAD_TREE).
     """
+    where = context_or_default(context)
+    memory = where.memory
     fields = ("tokens", "first_child", "next_sibling", "node_count")
-    struct, views = tree_struct("tree", tree, None, None, fields, writable=False)
+    struct, views = tree_struct(memory, "tree", tree, None, None, fields, writable=False)
     batch_size, num_slots = struct.batch_size, struct.num_slots
-    targets = view("target_tokens", target_tokens, np.int32, (batch_size, num_slots))
-    limits = optional_int_vector("max_tokens", max_tokens, batch_size)
-    stops = int_vector("stop_tokens", stop_tokens, None)
-    live = optional_scalar("num_live", num_live)
+    targets = memory.view("target_tokens", target_tokens, np.int32, (batch_size, num_slots))
+    limits = memory.optional_int_vector("max_tokens", max_tokens, batch_size)
+    stops = memory.int_vector("stop_tokens", stop_tokens, None)
+    live = memory.optional_scalar("num_live", num_live)
     max_len = num_slots if max_len is None else host_int("max_len", max_len, 1, 2**31 - 1)
     if out is None:
-        out = Accepted.empty(batch_size, max_len, num_slots)
+        rows = (memory.empty((batch_size, max_len), np.int32) for _ in range(2))
+        single = {field: memory.empty((batch_size,), np.int32) for field in _ACCEPTED_VECTORS}
+        out = Accepted(tokens=next(rows), accept_index=next(rows), num_slots=num_slots, **single)
     elif not isinstance(out, Accepted):
         raise KdtValueError(f"argument 'out': expected an Accepted, got {type(out).__name__}")
     elif out.num_slots != num_slots:
         raise KdtValueError(f"argument 'out.num_slots': expected {num_slots}, got {out.num_slots}", Status.SHAPE)
-    tokens = view("out.tokens", out.tokens, np.int32, (batch_size, max_len), writable=True)
-    index = view("out.accept_index", out.accept_index, np.int32, (batch_size, max_len), writable=True)
+    tokens = memory.view("out.tokens", out.tokens, np.int32, (batch_size, max_len), writable=True)
+    index = memory.view("out.accept_index", out.accept_index, np.int32, (batch_size, max_len), writable=True)
     vectors = {
-        field: view(f"out.{field}", getattr(out, field), np.int32, (batch_size,), writable=True)
+        field: memory.view(f"out.{field}", getattr(out, field), np.int32, (batch_size,), writable=True)
         for field in _ACCEPTED_VECTORS
     }
     params = _abi.TreeAcceptParams(
@@ -289,7 +310,7 @@ def tree_accept(
         **{field: array.pointer for field, array in vectors.items()},
     )
     keep = [views, targets, limits, stops, live, tokens, index, vectors]
-    return Call("tree_accept", params, out, keep, context, workspace)
+    return Call("tree_accept", params, out, keep, where, workspace, stream)
 
 
 def tree_build_workspace_size(
@@ -297,7 +318,7 @@ def tree_build_workspace_size(
 ) -> int:
     """Bytes of scratch `tree_build` needs for these sizes; it never shrinks when one of them grows.
 
-    The other operations need none on the CPU.
+    For the others: `f.prepare(...).workspace_size`.
     """
     budget = host_int("budget", budget, 0, MAX_BUDGET, Status.LIMIT)
     struct = _abi.TreeStruct(batch_size=host_int("batch_size", batch_size, 0, 2**31 - 1), num_slots=budget + 1)

@@ -7,16 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import _abi
-from .._arrays import (
-    View,
-    host_int,
-    optional_scalar,
-    pointer,
-    row_stride,
-    rows_view,
-    view,
-)
-from .._context import Context
+from .._arrays import Memory, View, host_int, is_array, is_packed, pointer, row_stride
+from .._context import Context, context_or_default
 from .._errors import KdtValueError, Status
 from ._call import MAX_CANDIDATES, Call, checked_output, count_rows, given_outputs, operation, results
 
@@ -34,6 +26,7 @@ def topk_logprobs(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """The k most likely tokens of each row of logits, and their log-probs.
 
@@ -50,18 +43,20 @@ def topk_logprobs(
     NaN or +inf, or nothing finite, is ROW_INVALID and all (-inf, -1); raw, its lse is NaN, and a shard without
     anything finite is legal with lse -inf.
     """
-    rows, code, stride = rows_view("logits", logits)
+    where = context_or_default(context)
+    memory = where.memory
+    rows, code, stride = memory.rows_view("logits", logits)
     k = host_int("k", k, 0, MAX_CANDIDATES, Status.LIMIT)
     if not isinstance(raw, (bool, np.bool_)):
         raise KdtValueError(f"argument 'raw': expected a bool, got {type(raw).__name__}")
     leading = rows.shape[:-1]
     num_rows, per_request = count_rows(leading, rows_per_request)
-    live = optional_scalar("num_live", num_live)
+    live = memory.optional_scalar("num_live", num_live)
     outs = given_outputs(out, 2 + bool(raw) + bool(return_status))
-    values, values_view = checked_output("out[0]", outs[0], (*leading, k), np.float32)
-    ids, ids_view = checked_output("out[1]", outs[1], (*leading, k), np.int32)
-    lse = checked_output("out[2]", outs[2], leading, np.float64) if raw else None
-    status = checked_output(f"out[{len(outs) - 1}]", outs[-1], leading, np.int32) if return_status else None
+    values, values_view = checked_output(memory, "out[0]", outs[0], (*leading, k), np.float32)
+    ids, ids_view = checked_output(memory, "out[1]", outs[1], (*leading, k), np.int32)
+    lse = checked_output(memory, "out[2]", outs[2], leading, np.float64) if raw else None
+    status = checked_output(memory, f"out[{len(outs) - 1}]", outs[-1], leading, np.int32) if return_status else None
     params = _abi.TopkLogprobsParams(
         num_rows=num_rows,
         vocab_size=rows.shape[-1],
@@ -72,9 +67,9 @@ def topk_logprobs(
         raw=int(raw),
         id_offset=host_int("id_offset", id_offset, 0, 2**31 - 1),
         log_probs=values_view.pointer,
-        log_probs_stride=row_stride("out[0]", values_view),
+        log_probs_stride=row_stride("out[0]", values_view.shape, values_view.strides),
         token_ids=ids_view.pointer,
-        token_ids_stride=row_stride("out[1]", ids_view),
+        token_ids_stride=row_stride("out[1]", ids_view.shape, ids_view.strides),
         lse=lse and lse[1].pointer,
         num_live=pointer(live),
         rows_per_request=per_request,
@@ -82,7 +77,13 @@ def topk_logprobs(
     )
     keep = [rows, live, values_view, ids_view, lse, status]
     return Call(
-        "topk_logprobs", params, results(values, ids, lse and lse[0], status and status[0]), keep, context, workspace
+        "topk_logprobs",
+        params,
+        results(values, ids, lse and lse[0], status and status[0]),
+        keep,
+        where,
+        workspace,
+        stream,
     )
 
 
@@ -98,6 +99,7 @@ def topk_merge(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """Joins the raw top-k of S shards of a vocabulary into the top-k log-probs of the whole.
 
@@ -107,20 +109,22 @@ def topk_merge(
     Returns (log_probs [..., k], token_ids [..., k]) and, with return_status=True, status [...]. Entries are ordered
     by (logit, id), padding last; of entries with the same id the first counts. ids are exactly those of one shard.
     """
-    values = view("logits", logits, np.float32, (None,) * max(getattr(logits, "ndim", 2), 2))
+    where = context_or_default(context)
+    memory = where.memory
+    values = memory.view("logits", logits, np.float32, (..., None, None))
     num_shards, *leading, k = values.shape
-    ids = view("token_ids", token_ids, np.int32, values.shape)
-    sums = view("lse", lse, np.float64, values.shape[:-1])
+    ids = memory.view("token_ids", token_ids, np.int32, values.shape)
+    sums = memory.view("lse", lse, np.float64, values.shape[:-1])
     num_rows, per_request = count_rows(leading, rows_per_request)
-    live = optional_scalar("num_live", num_live)
+    live = memory.optional_scalar("num_live", num_live)
     outs = given_outputs(out, 2 + bool(return_status))
-    log_probs, log_probs_view = checked_output("out[0]", outs[0], (*leading, k), np.float32)
-    out_ids, out_ids_view = checked_output("out[1]", outs[1], (*leading, k), np.int32)
-    status = checked_output("out[2]", outs[-1], leading, np.int32) if return_status else None
+    log_probs, log_probs_view = checked_output(memory, "out[0]", outs[0], (*leading, k), np.float32)
+    out_ids, out_ids_view = checked_output(memory, "out[1]", outs[1], (*leading, k), np.int32)
+    status = checked_output(memory, "out[2]", outs[-1], leading, np.int32) if return_status else None
 
     def strides(name: str, array: View) -> tuple[int, int]:
         """From shard to shard and from row to row."""
-        return array.strides[0], row_stride(name, View(array.owner, 0, array.shape[1:], array.strides[1:]))
+        return array.strides[0], row_stride(name, array.shape[1:], array.strides[1:])
 
     values_stride, values_row_stride = strides("logits", values)
     ids_stride, ids_row_stride = strides("token_ids", ids)
@@ -138,14 +142,14 @@ def topk_merge(
         shard_lse=sums.pointer,
         shard_lse_stride=sums.strides[0],
         log_probs=log_probs_view.pointer,
-        log_probs_stride=row_stride("out[0]", log_probs_view),
+        log_probs_stride=row_stride("out[0]", log_probs_view.shape, log_probs_view.strides),
         token_ids=out_ids_view.pointer,
-        token_ids_stride=row_stride("out[1]", out_ids_view),
+        token_ids_stride=row_stride("out[1]", out_ids_view.shape, out_ids_view.strides),
         num_live=pointer(live),
         status=status and status[1].pointer,
     )
     keep = [values, ids, sums, live, log_probs_view, out_ids_view, status]
-    return Call("topk_merge", params, results(log_probs, out_ids, status and status[0]), keep, context, workspace)
+    return Call("topk_merge", params, results(log_probs, out_ids, status and status[0]), keep, where, workspace, stream)
 
 
 @operation
@@ -160,6 +164,7 @@ def argmax(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """The most likely token of each row [..., V]; of equal logits (+0 = -0) the lowest id.
 
@@ -167,12 +172,13 @@ def argmax(
     return_status=True status [...]. A row with a NaN or nothing finite is ROW_INVALID: token -1. `out` is the tokens
     array, or a tuple when more is returned.
     """
-    rows, code, stride = rows_view("logits", logits)
+    where = context_or_default(context)
+    memory = where.memory
+    rows, code, stride = memory.rows_view("logits", logits)
     params = _abi.ArgmaxParams(id_offset=host_int("id_offset", id_offset, 0, 2**31 - 1))
     returns = (return_values, return_status)
-    return _tokens_of_rows(
-        "argmax", params, rows, code, stride, [], returns, num_live, rows_per_request, out, (workspace, context)
-    )
+    run_with = (where, workspace, stream)
+    return _tokens_of_rows("argmax", params, rows, code, stride, [], returns, num_live, rows_per_request, out, run_with)
 
 
 @operation
@@ -191,6 +197,7 @@ def sample(
     out: Any = None,
     workspace: Any = None,
     context: Context | None = None,
+    stream: Any = None,
 ) -> Call[Any]:
     """One token a row [..., V] from softmax(logits / temperature), by Gumbel-max.
 
@@ -199,17 +206,20 @@ def sample(
     positions     i32 [...] of the token to be emitted: for the slots of a tree, tree.positions + 1.
     request_ids   i64, a number, [B] or [...].
 
-    With `sample.prepare`, full contiguous arrays are read at each launch; what is spread over rows is copied once.
+    With `sample.prepare`, full contiguous arrays are read at each launch; what is spread over rows is copied once (in a
+    GPU's memory by way of the host, which waits for the device).
 
     The noise depends on (seed, request id, position, token id) alone, so a result depends on neither batch nor slot,
     and the samples at a tree's nodes equal a chain's at the same positions; kdtree.h gives the formula to the bit.
     Returns as `argmax`; values are the winning scores.
     """
-    rows, code, stride = rows_view("logits", logits)
+    where = context_or_default(context)
+    memory = where.memory
+    rows, code, stride = memory.rows_view("logits", logits)
     leading = rows.shape[:-1]
-    heat = _per_row("temperatures", temperatures, np.float32, leading)
-    places = _per_row("positions", positions, np.int32, leading)
-    requests = _per_row("request_ids", request_ids, np.int64, leading)
+    heat = _per_row(memory, "temperatures", temperatures, np.float32, leading)
+    places = _per_row(memory, "positions", positions, np.int32, leading)
+    requests = _per_row(memory, "request_ids", request_ids, np.int64, leading)
     params = _abi.SampleParams(
         seed=host_int("seed", seed, 0, 2**64 - 1),
         temperatures=heat.pointer,
@@ -219,8 +229,9 @@ def sample(
     )
     keep = [heat, places, requests]
     returns = (return_values, return_status)
+    run_with = (where, workspace, stream)
     return _tokens_of_rows(
-        "sample", params, rows, code, stride, keep, returns, num_live, rows_per_request, out, (workspace, context)
+        "sample", params, rows, code, stride, keep, returns, num_live, rows_per_request, out, run_with
     )
 
 
@@ -242,21 +253,28 @@ def _numbers(name: str, value: Any, dtype: type[np.generic]) -> Any:
     raise KdtValueError(f"argument '{name}': expected {wanted.name} numbers, got {value!r}")
 
 
-def _per_row(name: str, value: Any, dtype: type[np.generic], leading: tuple[int, ...]) -> View:
+def _per_row(memory: Memory, name: str, value: Any, dtype: type[np.generic], leading: tuple[int, ...]) -> View:
     """One number a row, contiguous. A number, or one for each of the first dimensions ([B]), serves all their rows.
 
     A full contiguous array is used as it is, so that a later launch sees its new contents.
     """
-    if not isinstance(value, np.ndarray):
-        value = _numbers(name, value, dtype)
-    given = view(name, value, dtype, (None,) * value.ndim)
-    if given.shape != leading[: value.ndim]:
+    if is_array(name, value):
+        array = memory.view(name, value, dtype, (...,))
+        given = array.shape
+    else:
+        numbers = _numbers(name, value, dtype)
+        array, given = None, numbers.shape
+    if given != leading[: len(given)]:
         raise KdtValueError(
-            f"argument '{name}': expected shape {list(leading)} or leading dimensions of it, got {list(given.shape)}",
+            f"argument '{name}': expected shape {list(leading)} or leading dimensions of it, got {list(given)}",
             Status.SHAPE,
         )
-    spread = np.broadcast_to(value.reshape(value.shape + (1,) * (len(leading) - value.ndim)), leading)
-    return view(name, np.asarray(spread, order="C"), dtype, leading)
+    if array is not None:
+        if given == leading and is_packed(array):
+            return array
+        numbers = memory.read(array)
+    spread = np.broadcast_to(numbers.reshape(given + (1,) * (len(leading) - len(given))), leading)
+    return memory.view(name, memory.put(np.asarray(spread, order="C")), dtype, leading)
 
 
 def _tokens_of_rows(
@@ -270,25 +288,23 @@ def _tokens_of_rows(
     num_live: Any,
     rows_per_request: int | None,
     out: Any,
-    run_with: tuple[Any, Context | None],
+    run_with: tuple[Context, Any, Any],
 ) -> Call[Any]:
     """What argmax and sample share: rows in, one token a row out."""
     return_values, return_status = returns
+    memory = run_with[0].memory
     leading = rows.shape[:-1]
     params.num_rows, params.rows_per_request = count_rows(leading, rows_per_request)
-    live = optional_scalar("num_live", num_live)
+    live = memory.optional_scalar("num_live", num_live)
     count = 1 + bool(return_values) + bool(return_status)
     outs = [out] if count == 1 else given_outputs(out, count)
 
-    def contiguous(what: str, array: View) -> View:
-        if row_stride(what, View(array.owner, 0, (*array.shape, 1), (*array.strides, 0))) not in (0, 1):
-            raise KdtValueError(f"argument '{what}': expected a contiguous array", Status.STRIDE)
-        return array
-
     def output(index: int, dtype: Any) -> tuple[Any, View]:
         what = "out" if count == 1 else f"out[{index}]"
-        array, checked = checked_output(what, outs[index], leading, dtype)
-        return array, contiguous(what, checked)
+        array, checked = checked_output(memory, what, outs[index], leading, dtype)
+        if not is_packed(checked):
+            raise KdtValueError(f"argument '{what}': expected a contiguous array", Status.STRIDE)
+        return array, checked
 
     tokens = output(0, np.int32)
     values = output(1, np.float32) if return_values else None
@@ -299,6 +315,5 @@ def _tokens_of_rows(
     params.values = values and values[1].pointer
     params.num_live = pointer(live)
     params.status = status and status[1].pointer
-    workspace, context = run_with
     result = results(tokens[0], values and values[0], status and status[0])
-    return Call(name, params, result, [rows, live, tokens, values, status, keep], context, workspace)
+    return Call(name, params, result, [rows, live, tokens, values, status, keep], *run_with)
