@@ -6,34 +6,10 @@
 #include <cstdint>
 #include <limits>
 
+#include "../tree_slots.hpp"
 #include "kdtree/kdtree.h"
 
 namespace kdt::cpu {
-
-// The arrays of request b of a batch of trees.
-struct TreeSlots {
-  TreeSlots(const kdt_tree& tree, int64_t b)
-      : tokens(tree.tokens + b * tree.slot_stride),
-        parents(tree.parents + b * tree.slot_stride),
-        first_child(tree.first_child + b * tree.slot_stride),
-        next_sibling(tree.next_sibling + b * tree.slot_stride),
-        depths(tree.depths + b * tree.slot_stride),
-        positions(tree.positions + b * tree.slot_stride),
-        log_probs(tree.log_probs + b * tree.slot_stride),
-        visibility(tree.visibility + b * tree.visibility_stride),
-        pitch(tree.visibility_pitch),
-        words((tree.num_slots + 63) / 64),
-        num_slots(tree.num_slots) {}
-
-  int32_t *tokens, *parents, *first_child, *next_sibling, *depths, *positions;
-  float* log_probs;
-  uint64_t* visibility;
-  int64_t pitch;
-  int32_t words;
-  int32_t num_slots;
-
-  uint64_t* row(int32_t slot) const { return visibility + slot * pitch; }
-};
 
 // Fills one slot but its links. The parent's slot (-1 for the root) must be filled already.
 inline void put_node(const TreeSlots& t, int32_t slot, int32_t parent, int32_t token, float log_prob,

@@ -4,37 +4,13 @@
 
 #include <cstdint>
 
+#include "../tree_slots.hpp"
 #include "common.cuh"
 #include "kdtree/kdtree.h"
 
 namespace kdt::cuda {
 
 inline constexpr int32_t kMaxSlots = KDT_MAX_BUDGET + 1;
-
-// The arrays of request b of a batch of trees.
-struct TreeSlots {
-  __device__ TreeSlots(const kdt_tree& tree, int64_t b)
-      : tokens(tree.tokens + b * tree.slot_stride),
-        parents(tree.parents + b * tree.slot_stride),
-        first_child(tree.first_child + b * tree.slot_stride),
-        next_sibling(tree.next_sibling + b * tree.slot_stride),
-        depths(tree.depths + b * tree.slot_stride),
-        positions(tree.positions + b * tree.slot_stride),
-        log_probs(tree.log_probs + b * tree.slot_stride),
-        visibility(tree.visibility + b * tree.visibility_stride),
-        pitch(tree.visibility_pitch),
-        words((tree.num_slots + 63) / 64),
-        num_slots(tree.num_slots) {}
-
-  int32_t *tokens, *parents, *first_child, *next_sibling, *depths, *positions;
-  float* log_probs;
-  uint64_t* visibility;
-  int64_t pitch;
-  int32_t words;
-  int32_t num_slots;
-
-  __device__ uint64_t* row(int32_t slot) const { return visibility + slot * pitch; }
-};
 
 // A tree's slots 0..count-1 in shared memory.
 struct SharedTree {
