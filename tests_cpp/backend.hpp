@@ -33,8 +33,6 @@ class OnCpu {
 
 #define KDT_SKIP_ON_CUDA(reason) \
   if (on_cuda()) GTEST_SKIP() << "on CUDA: " << reason
-#define KDT_SKIP_ON_CPU() \
-  if (!on_cuda()) GTEST_SKIP() << "KDTREE_TEST_BACKEND is not cuda"
 
 // Parameter structs start with their size and are zero otherwise.
 template <class Struct>

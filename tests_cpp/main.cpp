@@ -23,6 +23,9 @@ int main(int argc, char** argv) {
       return 3;
     }
     kdt_test::testing_cuda = true;
+  } else {  // tests of what only CUDA has are left out, not skipped
+    std::string& filter = testing::GTEST_FLAG(filter);
+    filter += std::string(filter.find('-') == std::string::npos ? "-" : ":") + "Cuda*";
   }
   return RUN_ALL_TESTS();
 }

@@ -76,10 +76,8 @@ class DeviceMemory {
 };
 
 template <class T>
-class OnDevice : public calls::CallTest {
+class CudaDevice : public calls::CallTest {
  protected:
-  void SetUp() override { KDT_SKIP_ON_CPU(); }
-
   void expect_refused(const Call& call, int32_t got, int32_t code, const std::string& text) {
     EXPECT_STREQ(kdt_status_name(got), kdt_status_name(code)) << text;
     EXPECT_NE(std::string(kdt_last_error()).find(text), std::string::npos) << text << ": " << kdt_last_error();
@@ -106,9 +104,9 @@ class OnDevice : public calls::CallTest {
     EXPECT_EQ(run(call), KDT_OK) << kdt_last_error();
   }
 };
-TYPED_TEST_SUITE(OnDevice, calls::Calls, calls::CallNames);
+TYPED_TEST_SUITE(CudaDevice, calls::Calls, calls::CallNames);
 
-TYPED_TEST(OnDevice, MemoryOfTheHostIsRefused) {
+TYPED_TEST(CudaDevice, MemoryOfTheHostIsRefused) {
   for (const bool pinned : {false, true}) {
     TypeParam call;
     std::vector<std::shared_ptr<HostMemory>> all;
@@ -118,7 +116,7 @@ TYPED_TEST(OnDevice, MemoryOfTheHostIsRefused) {
   }
 }
 
-TYPED_TEST(OnDevice, ALaunchThatFailsIsAnErrorOfItsCall) {
+TYPED_TEST(CudaDevice, ALaunchThatFailsIsAnErrorOfItsCall) {
   TypeParam call;
   ASSERT_EQ(this->run(call), KDT_OK) << kdt_last_error();  // the workspace has its size from now on
   for (GuardedBytes* array : GuardedBytes::of_this_thread()) array->reset();
@@ -137,7 +135,6 @@ TYPED_TEST(OnDevice, ALaunchThatFailsIsAnErrorOfItsCall) {
 }
 
 TEST(Cuda, LayerPointersInMemoryOfTheHostAreRefused) {
-  KDT_SKIP_ON_CPU();
   calls::KvCompactCall call;
   void* layers[] = {call.rows.data(), call.rows.data() + calls::KvCompactCall::kLayer};
   call.cache.data = nullptr;
@@ -154,19 +151,16 @@ TEST(Cuda, LayerPointersInMemoryOfTheHostAreRefused) {
 // ---- Two devices -----------------------------------------------------------------------------------
 
 template <class T>
-class OnTwoDevices : public OnDevice<T> {
+class CudaTwoDevices : public CudaDevice<T> {
  protected:
   void SetUp() override {
-    KDT_SKIP_ON_CPU();
     if (cuda::device_count() < 2) GTEST_SKIP() << "one device";
   }
-  void TearDown() override {
-    if (on_cuda()) cuda::set_device(0);
-  }
+  void TearDown() override { cuda::set_device(0); }
 };
-TYPED_TEST_SUITE(OnTwoDevices, calls::Calls, calls::CallNames);
+TYPED_TEST_SUITE(CudaTwoDevices, calls::Calls, calls::CallNames);
 
-TYPED_TEST(OnTwoDevices, MemoryOfAnotherDeviceIsRefused) {
+TYPED_TEST(CudaTwoDevices, MemoryOfAnotherDeviceIsRefused) {
   TypeParam call;
   this->expect_foreign_memory_refused(call, [](size_t bytes) {
     cuda::set_device(1);
@@ -177,7 +171,7 @@ TYPED_TEST(OnTwoDevices, MemoryOfAnotherDeviceIsRefused) {
   EXPECT_EQ(cuda::current_device(), 0);
 }
 
-TYPED_TEST(OnTwoDevices, AStreamOfAnotherDeviceIsRefused) {
+TYPED_TEST(CudaTwoDevices, AStreamOfAnotherDeviceIsRefused) {
   TypeParam call;
   ASSERT_EQ(this->run(call), KDT_OK) << kdt_last_error();
   for (GuardedBytes* array : GuardedBytes::of_this_thread()) array->reset();
@@ -190,7 +184,7 @@ TYPED_TEST(OnTwoDevices, AStreamOfAnotherDeviceIsRefused) {
   EXPECT_EQ(cuda::current_device(), 0);
 }
 
-TYPED_TEST(OnTwoDevices, TheCallersDeviceStaysCurrent) {
+TYPED_TEST(CudaTwoDevices, TheCallersDeviceStaysCurrent) {
   TypeParam here;
   ASSERT_EQ(this->run(here), KDT_OK) << kdt_last_error();
   cuda::set_device(1);
@@ -227,7 +221,6 @@ TYPED_TEST(OnTwoDevices, TheCallersDeviceStaysCurrent) {
 DraftRows random_rows(std::mt19937* random, int32_t batch_size, int32_t depth, int32_t candidates, int32_t budget);
 
 TEST(Cuda, OneContextServesManyThreadsOnStreamsOfTheirOwn) {
-  KDT_SKIP_ON_CPU();
   constexpr int32_t kThreads = 6, kRounds = 8, kRows = 9, kVocabulary = 3001, kBudget = 40;
   struct Work {
     Logits logits;
@@ -327,7 +320,6 @@ DraftRows random_rows(std::mt19937* random, int32_t batch_size, int32_t depth, i
 
 // build() makes each of them twice, see run_operation.
 TEST(Cuda, TenThousandRandomTreesAreTheCpusBitForBit) {
-  KDT_SKIP_ON_CPU();
   std::mt19937 random(20261130);
   const auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
   const TestContext context;
@@ -368,7 +360,6 @@ TEST(Cuda, TenThousandRandomTreesAreTheCpusBitForBit) {
 
 // 28,300 packed rows of 151,936 logits: R * V passes 2^31 and 2^32. All are zeros but for rows around these places.
 TEST(Cuda, RowsTimesVocabularyMayPass32Bits) {
-  KDT_SKIP_ON_CPU();
   constexpr int32_t kRows = 28300, kVocabulary = 151936, kBest = 8;
   constexpr size_t kRowBytes = size_t{kVocabulary} * 2;
   const Ints places = {0, 14133, 14134, 14135, 28267, 28268, 28269, kRows - 1};

@@ -510,14 +510,8 @@ void expect_replays(bool sampled, int32_t replays) {
   std::cout << "\n";
 }
 
-TEST(CudaStep, CapturedOnceIsRightInEachOfAThousandReplays) {
-  KDT_SKIP_ON_CPU();
-  expect_replays(false, 1000);
-}
+TEST(CudaStep, CapturedOnceIsRightInEachOfAThousandReplays) { expect_replays(false, 1000); }
 
-TEST(CudaStep, WithSamplingToo) {
-  KDT_SKIP_ON_CPU();
-  expect_replays(true, 250);
-}
+TEST(CudaStep, WithSamplingToo) { expect_replays(true, 250); }
 
 }  // namespace

@@ -34,15 +34,16 @@
  *     dimension grows. Any alignment will do; the workspace must not overlap any array of the call.
  *   - Every operation may return NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT,
  *     INVALID_ARGUMENT, UNSUPPORTED and OUT_OF_MEMORY (KDT_ERR_*), and on the CUDA backend CUDA.
- *   - A call that returns an error has written nothing. Bad numbers INSIDE device or host arrays are no
+ *   - A call that returns an error has written nothing (KDT_ERR_CUDA excepted). Bad numbers INSIDE device or host arrays are no
  *     error: they set flags in `status` (KDT_STATUS_*), for that request alone.
  *   - num_live, optional, is a single int32 in the same memory as the arrays: requests >= num_live are dead
  *     and get padding (see each operation). It is clamped to 0..B without a flag.
- *   - `stream` is a cudaStream_t of the context's device on the CUDA backend (NULL: its default stream) and must be NULL
- *     on the CPU backend, where a call has finished when it returns. On the CUDA backend a call puts its work on
- *     the stream and returns: it does not allocate, synchronise or read an array, keeps the caller's current device,
- *     and may be captured in a graph and replayed after numbers in device memory changed (num_live, lengths,
- *     budgets, counts, contents). An error of a launch is returned by the call that made it.
+ *   - `stream` is a cudaStream_t of the context's device on the CUDA backend (NULL: its default stream) and must
+ *     be NULL on the CPU backend, where a call has finished when it returns. On the CUDA backend a call puts its
+ *     work on the stream and returns: it does not allocate, synchronise or read an array, keeps the caller's
+ *     current device, and may be captured in a graph and replayed after numbers in device memory changed
+ *     (num_live, lengths, budgets, counts, contents). A failing launch is an error of the call that made it; its
+ *     outputs are then undefined.
  *   - The same inputs give the same bits on every run, with any number of threads, in the floating-point
  *     environment a thread starts with (rounding to nearest, denormals on). All functions may be
  *     called from many threads at once, with one context too. No function throws, aborts or exits.

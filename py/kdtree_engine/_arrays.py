@@ -101,10 +101,12 @@ class Memory(abc.ABC):
         if array.dtype.hasobject:
             raise KdtValueError(f"argument '{name}': expected plain numbers, got dtype {array.dtype}")
         _check_shape(name, array.shape, shape)
-        if any(size > INT32_MAX for size in array.shape):
+        if any(size > INT32_MAX for size in array.shape) and name != "workspace":
             raise KdtValueError(
                 f"argument '{name}': expected dimensions below 2^31, got {list(array.shape)}", Status.LIMIT
             )
+        if array.dtype.itemsize == 0:
+            raise KdtValueError(f"argument '{name}': expected elements of some bytes, got dtype {array.dtype}")
         if writable and not array.writable:
             raise KdtValueError(f"argument '{name}': expected a writable array, got a read-only one")
         item, empty = array.dtype.itemsize, 0 in array.shape
@@ -229,6 +231,8 @@ class DeviceMemory(Memory):
             mask, stream = interface.get("mask"), interface.get("stream")
             if version < 2 or len(strides) != len(shape) or any(size < 0 for size in shape):
                 raise ValueError(f"version {version}, shape {list(shape)}, strides {list(strides)}")
+            if not 0 <= address < 2**64 or any(abs(stride) >= 2**63 for stride in strides):
+                raise ValueError(f"address {address:#x}, strides {list(strides)}")
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise KdtValueError(
                 f"argument '{name}': expected __cuda_array_interface__ of version 2 or 3, got one that cannot be read "

@@ -256,6 +256,10 @@ class DeviceArray:
 
     def copy_async(self, source: DeviceArray, stream: Any) -> None:
         """Copies as many bytes as this array has on a stream, without waiting."""
+        if source.nbytes < self.nbytes:
+            raise KdtValueError(
+                f"argument 'source': expected at least {self.nbytes} bytes, got {source.nbytes}", Status.SHAPE
+            )
         handle = stream_handle(stream)
         _device(self.device).call("cuMemcpyDtoDAsync_v2", self.pointer, source.pointer, self.nbytes, handle)
 
@@ -302,6 +306,9 @@ class DeviceArray:
         if not self.shape:
             raise TypeError("an array of no dimensions has no length")
         return self.shape[0]
+
+    def __array__(self, *_arguments: Any, **_options: Any) -> Any:
+        raise TypeError("a DeviceArray is in device memory: call its numpy() for a copy in host memory")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

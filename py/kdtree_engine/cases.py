@@ -667,10 +667,22 @@ def compact_bad(rng: np.random.Generator) -> Arguments:
     return arguments
 
 
+LOWEST = {"float32": -3.4028235e38, "float16": -65504.0, "bfloat16": -3.3895314e38}
+
+
+def hide(logits: Any, lowest: Any) -> None:
+    """Six rows as people mask them: with large finite numbers instead of -inf."""
+    shown = logits[:, [5, 17]].copy()
+    logits[0], logits[1, ::2], logits[2], logits[5] = lowest, max(lowest, -1e10), max(lowest, -1e30), lowest
+    logits[3, 100:200] = -lowest
+    logits[4] *= min(-lowest / 100, 1e9)
+    logits[:4, [5, 17]] = shown[:4]
+
+
 def vocabulary(
     rows: int, vocab_size: int, dtype: str, kind: str = "smooth", **options: Any
 ) -> Callable[[np.random.Generator], Arguments]:
-    """Logits; "ties" has few values, "bad" has rows with NaN, infinities and nothing finite."""
+    """Logits; "ties" has few values, "bad" rows with NaN, infinities and nothing finite, "huge" large finite ones."""
 
     def make(rng: np.random.Generator) -> Arguments:
         logits = rng.normal(0, 3, (rows, vocab_size)).astype(np.float32)
@@ -681,6 +693,8 @@ def vocabulary(
             logits[0, vocab_size // 2], logits[1, vocab_size - 1], logits[2] = np.nan, np.inf, -np.inf
             logits[3, 1:], logits[4, ::2] = -np.inf, -np.inf
             logits[5, 0], logits[5, 1] = np.nan, np.inf
+        if kind == "huge":
+            hide(logits, np.float32(LOWEST[dtype]))
         return {"logits": as_dtype(logits, dtype), **options}
 
     return make
@@ -885,6 +899,9 @@ CASES: tuple[Case, ...] = (
     Case("topk_logprobs", "ties_f16", vocabulary(6, 3000, "float16", "ties", k=64)),
     Case("topk_logprobs", "ties_bf16", vocabulary(6, 3000, "bfloat16", "ties", k=64)),
     Case("topk_logprobs", "bad_rows", vocabulary(8, 333, "float32", "bad", k=20)),
+    Case("topk_logprobs", "huge_f32", vocabulary(6, 2500, "float32", "huge", k=8)),
+    Case("topk_logprobs", "huge_f16", vocabulary(6, 2500, "float16", "huge", k=8)),
+    Case("topk_logprobs", "huge_bf16_raw", vocabulary(6, 12000, "bfloat16", "huge", k=70, raw=True)),
     Case("topk_logprobs", "k_above_v", vocabulary(3, 7, "float32", k=12)),
     Case("topk_logprobs", "k1024", vocabulary(2, 5000, "bfloat16", "ties", k=1024)),
     Case("topk_logprobs", "raw_shard", vocabulary(8, 500, "float32", "bad", k=16, raw=True, id_offset=1500)),
@@ -1091,6 +1108,7 @@ CASES: tuple[Case, ...] = (
     Case("argmax", "v163840", vocabulary(65, 163840, "bfloat16"), bench=True),
     Case("sample", "temperatures", sampling(16, 1000, "float32")),
     Case("sample", "bad_rows", sampling(8, 333, "float16", "bad")),
+    Case("sample", "huge", sampling(6, 2500, "float32", "huge", temperatures=np.full(6, 0.7, np.float32))),
     Case("sample", "id_offset", sampling(8, 500, "float32", id_offset=1_000_001)),
     Case("sample", "num_live", sampling(8, 64, "float32", num_live=i32(1), rows_per_request=4)),
     Case("sample", "v163840", sampling(8, 163840, "bfloat16", "bench"), bench=True),

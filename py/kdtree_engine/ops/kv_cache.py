@@ -56,7 +56,8 @@ def cache_struct(
     struct.page_stride, struct.row_stride = array.strides[-3:-1]
     struct.element_size = array.dtype.itemsize
     if table is not None:
-        struct.block_table, struct.block_table_stride = table.pointer, table.strides[0]
+        # A table without columns may have no address, but NULL would mean a contiguous cache.
+        struct.block_table, struct.block_table_stride = table.pointer or table.dtype.itemsize, table.strides[0]
         struct.max_pages = table.shape[1]
     return struct, keep, (struct.num_layers, *array.shape[-3:], array.dtype)
 

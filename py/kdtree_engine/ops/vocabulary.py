@@ -237,8 +237,11 @@ def sample(
 
 def _numbers(name: str, value: Any, dtype: type[np.generic]) -> Any:
     """Python numbers as an array of `dtype`, if they are that: none out of range, no float for an integer."""
-    numbers = np.array(value)
     wanted = np.dtype(dtype)
+    try:
+        numbers = np.array(value)
+    except ValueError as error:  # rows of different lengths
+        raise KdtValueError(f"argument '{name}': expected {wanted.name} numbers, got {value!r} ({error})") from None
     if numbers.size == 0:
         return numbers.astype(dtype)
     if numbers.dtype.kind in ("iu" if wanted.kind == "i" else "iuf"):

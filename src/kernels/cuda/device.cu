@@ -112,12 +112,13 @@ int32_t device_query(const char* function, int32_t device, kdt_device_info* info
 }
 
 int32_t describe_device(const char* function, kdt_context* context) {
-  int major = 0, minor = 0;
-  KDT_CUDA_TRY(function, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, context->device));
-  KDT_CUDA_TRY(function, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, context->device));
+  DeviceGuard guard(context->device);
+  KDT_CUDA_TRY(function, guard.error());
+  cudaFuncAttributes attributes = {};  // fails where the library has no code for the chip
+  KDT_CUDA_TRY(function, cudaFuncGetAttributes(&attributes, report_architecture));
   KDT_CUDA_TRY(function,
                cudaDeviceGetAttribute(&context->multiprocessors, cudaDevAttrMultiProcessorCount, context->device));
-  context->compute_capability = major * 10 + minor;
+  context->kernel_architecture = attributes.ptxVersion;  // binaryVersion is the chip's, also for PTX compiled there
   return KDT_OK;
 }
 

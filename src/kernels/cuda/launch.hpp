@@ -37,7 +37,8 @@ int32_t allow_shared_memory(const Session& session, const void* kernel, size_t b
 enum class After {
   kFinished,   // when that has finished
   kTriggered,  // when that has passed (or ended without) trigger_dependents(): the kernel calls wait_for_primary()
-               // before it reads what that wrote. On chips before Hopper this is kFinished.
+               // before it reads what that wrote. Where kernels were not compiled for Hopper or
+               // newer this is kFinished: their wait_for_primary() is empty, on whatever chip they run.
 };
 
 // Launches a kernel of ours; an error is that of this launch. `what` names it in the error text.
@@ -56,7 +57,7 @@ int32_t launch_kernel(const Session& session, const char* what, void (*kernel)(P
   config.dynamicSmemBytes = kDynamicShared;
   config.stream = static_cast<cudaStream_t>(session.stream());
   cudaLaunchAttribute attribute = {};
-  if (after == After::kTriggered && session.context().compute_capability >= 90) {
+  if (after == After::kTriggered && session.context().kernel_architecture >= 90) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;

@@ -136,6 +136,7 @@ __device__ float slack(float scaled) { return 2e-5f + 2e-6f * fabsf(scaled); }
 // at least d = score - scaled; exp(-g) = -log(u) >= 1 - u, so 1 - u <= exp(-d) is necessary. Conversion saturates.
 __device__ uint32_t word_needed(float scaled, float score) {
   const float exponent = (scaled + slack(scaled) - score) * kLog2E + 32.00002f;
+  if (!(exponent < 32.0f)) return 0;  // and where something is not finite
   return ~__float2uint_rz(exp2_fast(exponent) + 1.0f);
 }
 

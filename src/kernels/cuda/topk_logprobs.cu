@@ -194,15 +194,26 @@ __global__ void __launch_bounds__(kThreads, 4) topk_parts_kernel(kdt_topk_logpro
       sum *= rescale(largest, top);
       largest = top;
       // Nothing above -inf: 2^(-inf - 0) = 0, and a NaN stays one. +inf - +inf is NaN.
-      const float shift = (top == negative_infinity() ? 0.0f : top) * kLog2E;
+      const float base = top == negative_infinity() ? 0.0f : top;
       float part = 0.0f;
+      if (fabsf(base) <= 65536.0f) {
+        const float shift = base * kLog2E;
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
+        for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-        for (int e = 0; e < kVectorSize; ++e) part += exp2_fast(fmaf(vectors[j][e], kLog2E, -shift));
+          for (int e = 0; e < kVectorSize; ++e) part += exp2_fast(fmaf(vectors[j][e], kLog2E, -shift));
+        }
+        part *= exp2f(-fmaf(base, kLog2E, -shift));  // the rounding of the shift put all of them off alike
+      } else {                                       // there that would be off by more than a factor can put right
+#pragma unroll 1
+        for (int j = 0; j < kVectors; ++j) {
+#pragma unroll 1
+          for (int64_t i = first_of(j); i < min(first_of(j) + kVectorSize, int64_t{p.vocab_size}); ++i) {
+            part += exp2_fast((to_float(row[i]) - base) * kLog2E);
+          }
+        }
       }
-      // The rounding of the shift would put all of them off by the same factor.
-      sum += top == negative_infinity() ? part : part * exp2f(-fmaf(top, kLog2E, -shift));
+      sum += part;
       if (k == 0) continue;
 
       // A better bound after 1, 2, 4, .. chunks: later ones add little to what the threads have seen.

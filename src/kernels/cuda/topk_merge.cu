@@ -16,7 +16,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kListSize = 2048;
 constexpr int32_t kSmallTable = 2048;
-constexpr int32_t kMaxBlocks = 512;  // with tables in the workspace
+constexpr int64_t kMaxBlocks = 512;                     // with tables in the workspace,
+constexpr int64_t kMaxTableBytes = int64_t{256} << 20;  // of all together
 constexpr unsigned long long kFree = ~0ull;
 static_assert(kListSize >= KDT_MAX_CANDIDATES + kThreads);
 
@@ -27,6 +28,11 @@ int64_t table_size(const kdt_topk_merge_params& p) {
   int64_t size = kSmallTable;
   while (size < 2 * entries_of(p)) size *= 2;
   return size;
+}
+
+int64_t blocks_with_tables(const kdt_topk_merge_params& p) {
+  const int64_t table_bytes = table_size(p) * static_cast<int64_t>(sizeof(unsigned long long));
+  return std::min({int64_t{p.num_rows}, kMaxBlocks, kMaxTableBytes / table_bytes});
 }
 
 __device__ uint32_t hash(uint32_t id) {
@@ -143,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
 size_t workspace_size(const kdt_context&, const kdt_topk_merge_params& p) {
   const int64_t size = table_size(p);
   if (size == kSmallTable) return 0;
-  return workspace_for(static_cast<size_t>(std::min(p.num_rows, kMaxBlocks)) * static_cast<size_t>(size) *
+  return workspace_for(static_cast<size_t>(blocks_with_tables(p)) * static_cast<size_t>(size) *
                        sizeof(unsigned long long));
 }
 
@@ -151,9 +157,8 @@ int32_t enqueue(const Session& session, const kdt_topk_merge_params& p, void* wo
   const int64_t size = table_size(p);
   const bool small = size == kSmallTable;
   auto* tables = small ? nullptr : reinterpret_cast<unsigned long long*>(workspace_begin(workspace));
-  return launch_kernel<0>(session, "topk_merge", topk_merge_kernel,
-                          small ? p.num_rows : std::min(p.num_rows, kMaxBlocks), kThreads, After::kFinished, p,
-                          tables, size);
+  return launch_kernel<0>(session, "topk_merge", topk_merge_kernel, small ? p.num_rows : blocks_with_tables(p),
+                          kThreads, After::kFinished, p, tables, size);
 }
 
 }  // namespace kdt::cuda
