@@ -34,8 +34,8 @@
  *     dimension grows. Any alignment will do; the workspace must not overlap any array of the call.
  *   - Every operation may return NULL_POINTER, SHAPE, LIMIT, STRIDE, ALIGNMENT, OVERLAP, WORKSPACE, STRUCT,
  *     INVALID_ARGUMENT, UNSUPPORTED and OUT_OF_MEMORY (KDT_ERR_*), and on the CUDA backend CUDA.
- *   - A call that returns an error has written nothing (KDT_ERR_CUDA excepted). Bad numbers INSIDE device or host arrays are no
- *     error: they set flags in `status` (KDT_STATUS_*), for that request alone.
+ *   - A call that returns an error has written nothing (KDT_ERR_CUDA excepted). Bad numbers INSIDE device or host
+ *     arrays are no error: they set flags in `status` (KDT_STATUS_*), for that request alone.
  *   - num_live, optional, is a single int32 in the same memory as the arrays: requests >= num_live are dead
  *     and get padding (see each operation). It is clamped to 0..B without a flag.
  *   - `stream` is a cudaStream_t of the context's device on the CUDA backend (NULL: its default stream) and must
