@@ -1,8 +1,8 @@
 // argmax on CUDA: parts of rows; where a row has several, a second kernel joins them.
 //
-// Idea: the floor is reading the logits once, so a thread keeps little: its largest logit and the vector of eight
-// where that first was. Only the winner's vector is looked at again, to find the place in it. Comparing and the
-// search for NaN work on vectors, not on logits: for 16-bit types on two at a time.
+// Idea: the floor is reading the logits once, so there is little work on each: comparing and the search for NaN
+// work on vectors of eight, for 16-bit types on two logits at a time. Only a vector that beats what the thread has
+// seen is searched for the place.
 //
 // Limits: those of the header; rows whose start is not aligned to 16 bytes are read by element, which is slower.
 //
@@ -73,16 +73,13 @@ size_t workspace_size(const kdt_context& context, const kdt_argmax_params& p) {
 }
 
 int32_t enqueue(const Session& session, const kdt_argmax_params& p, void* workspace) {
-  const int32_t num_parts = parts_per_row(session.context(), p.num_rows, p.vocab_size);
-  RowMax* parts = reinterpret_cast<RowMax*>(workspace_begin(workspace));
-  KDT_TRY(dispatch_dtype(p.logits_dtype, [&](auto zero) {
-    return launch_kernel<0>(session, "argmax", argmax_parts_kernel<decltype(zero)>, int64_t{p.num_rows} * num_parts,
-                            kThreads, After::kFinished, p, parts, num_parts);
-  }));
-  if (num_parts == 1) return KDT_OK;
-  const int64_t blocks = (int64_t{p.num_rows} * kWarpSize + kThreads - 1) / kThreads;
-  return launch_kernel<0>(session, "argmax", argmax_rows_kernel, blocks, kThreads, After::kTriggered, p, parts,
-                          num_parts);
+  const auto start = [&](RowMax* parts, int32_t num_parts) {
+    return dispatch_dtype(p.logits_dtype, [&](auto zero) {
+      return launch_kernel<0>(session, "argmax", argmax_parts_kernel<decltype(zero)>,
+                              int64_t{p.num_rows} * num_parts, kThreads, After::kFinished, p, parts, num_parts);
+    });
+  };
+  return launch_by_parts<RowMax>(session, "argmax", p, workspace, kThreads, argmax_rows_kernel, start);
 }
 
 }  // namespace kdt::cuda

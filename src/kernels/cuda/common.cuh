@@ -13,6 +13,8 @@ namespace kdt::cuda {
 inline constexpr int kWarpSize = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
+inline constexpr int32_t kMaxSlots = KDT_MAX_BUDGET + 1;  // N
+
 __device__ inline float negative_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
 __device__ inline float positive_infinity() { return __int_as_float(0x7f800000); }
 __device__ inline float quiet_nan() { return __int_as_float(0x7fc00000); }

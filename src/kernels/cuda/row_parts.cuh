@@ -5,6 +5,7 @@
 
 #include "../context.hpp"
 #include "common.cuh"
+#include "launch.hpp"
 #include "rows.cuh"
 
 namespace kdt::cuda {
@@ -24,6 +25,19 @@ inline size_t parts_in_workspace(const kdt_context& context, int32_t num_rows, i
   if (num_rows == 0 || parts_per_row(context, 1, vocab_size) == 1) return 0;
   return static_cast<size_t>(
       std::min<int64_t>(int64_t{num_rows} * kMaxRowParts, int64_t{context.multiprocessors} * 4));
+}
+
+// Puts an operation on the stream: start(parts, num_parts) launches the kernel over parts; where rows have several,
+// a warp a row of `join`, in blocks of `threads`, follows it.
+template <class Part, class Params, class Start>
+int32_t launch_by_parts(const Session& session, const char* what, const Params& p, void* workspace, int32_t threads,
+                        void (*join)(Params, const Part*, int32_t), Start&& start) {
+  const int32_t num_parts = parts_per_row(session.context(), p.num_rows, p.vocab_size);
+  Part* parts = reinterpret_cast<Part*>(workspace_begin(workspace));
+  KDT_TRY(start(parts, num_parts));
+  if (num_parts == 1) return KDT_OK;
+  const int64_t blocks = (int64_t{p.num_rows} * kWarpSize + threads - 1) / threads;
+  return launch_kernel<0>(session, what, join, blocks, threads, After::kTriggered, p, parts, num_parts);
 }
 
 // One of a row's parts.

@@ -361,16 +361,14 @@ size_t workspace_size(const kdt_context& context, const kdt_sample_params& p) {
 }
 
 int32_t enqueue(const Session& session, const kdt_sample_params& p, void* workspace) {
-  const int32_t num_parts = parts_per_row(session.context(), p.num_rows, p.vocab_size);
-  Part* parts = reinterpret_cast<Part*>(workspace_begin(workspace));
-  KDT_TRY(dispatch_dtype(p.logits_dtype, [&](auto zero) {
-    return launch_kernel<0>(session, "sample", sample_parts_kernel<decltype(zero)>, int64_t{p.num_rows} * num_parts,
-                            kThreads, After::kFinished, p, round_keys(p.seed), parts, num_parts);
-  }));
-  if (num_parts == 1) return KDT_OK;
-  const int64_t blocks = (int64_t{p.num_rows} * kWarpSize + kThreads - 1) / kThreads;
-  return launch_kernel<0>(session, "sample", sample_rows_kernel, blocks, kThreads, After::kTriggered, p, parts,
-                          num_parts);
+  const auto start = [&](Part* parts, int32_t num_parts) {
+    return dispatch_dtype(p.logits_dtype, [&](auto zero) {
+      return launch_kernel<0>(session, "sample", sample_parts_kernel<decltype(zero)>,
+                              int64_t{p.num_rows} * num_parts, kThreads, After::kFinished, p, round_keys(p.seed),
+                              parts, num_parts);
+    });
+  };
+  return launch_by_parts<Part>(session, "sample", p, workspace, kThreads, sample_rows_kernel, start);
 }
 
 }  // namespace kdt::cuda

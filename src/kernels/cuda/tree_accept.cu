@@ -13,7 +13,6 @@ namespace kdt::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kMaxSlots = KDT_MAX_BUDGET + 1;
 
 // What a walk needs of a slot, in one load.
 struct alignas(16) Slot {

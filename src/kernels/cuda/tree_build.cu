@@ -32,6 +32,7 @@
 #include "launch.hpp"
 #include "tree_build.cuh"
 #include "tree_build_search.cuh"
+#include "tree_layout.cuh"
 
 namespace kdt::cuda {
 namespace {
@@ -361,9 +362,11 @@ __device__ int32_t select(Shared<Size>& s, const Request& q, const Bins& bins) {
   }
   __syncthreads();
   for (int32_t i = tid; i < total; i += Size::kThreads) {
-    TupleCode code;
-    for (int32_t place = s.sorted[i]; place != 0; place = pool.parent[place]) code.prepend(pool.rank[place]);
-    s.code[i] = code.bits;
+    uint64_t code = 0;
+    for (int32_t place = s.sorted[i]; place != 0; place = pool.parent[place]) {
+      code = prepend_rank(pool.rank[place], code);
+    }
+    s.code[i] = code;
   }
   __syncthreads();
   const int32_t nodes = min(total, q.budget);
@@ -440,12 +443,6 @@ __device__ uint32_t id_limit(const kdt_tree_build_params& p) {
   return p.vocab_size > 0 ? static_cast<uint32_t>(p.vocab_size) : 1u << 31;
 }
 
-__device__ void write_counts(const kdt_tree& tree, int64_t b, int32_t node_count, int32_t status) {
-  if (threadIdx.x != 0) return;
-  tree.node_count[b] = node_count;
-  if (tree.status != nullptr) tree.status[b] = status;
-}
-
 template <class Size>
 __global__ void __launch_bounds__(Size::kThreads, 1) tree_build_kernel(kdt_tree_build_params p, kdt_tree tree) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -486,7 +483,7 @@ __global__ void __launch_bounds__(Size::kThreads, 1) tree_build_kernel(kdt_tree_
     }
     write_tree<kThreads>(s, q, tree, b, nodes, n.root_token, n.prefix_len, reinterpret_cast<uint64_t*>(&s.pool),
                          sizeof s.pool / sizeof(uint64_t));
-    write_counts(tree, b, nodes + 1, b < live ? status : 0);
+    put_request(tree, b, nodes + 1, b < live ? status : 0);
     __syncthreads();  // the next request comes into the same memory
   }
 }

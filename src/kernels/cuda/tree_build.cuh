@@ -23,36 +23,15 @@ struct Request {
 // Magnitude of a score, monotone in it: scores are <= 0.
 __device__ inline float magnitude(double score) { return fabsf(static_cast<float>(score)); }
 
-// A rank tuple in 64 bits, in the order of tuples: a rank r is 1, then k ones and a zero for k = floor(log2(r +
-// 1)), then the k low bits of r + 1; behind the last there are zeros, so that a proper prefix comes first. (r1 ..
-// rd) is among the first 1,024 nodes only if (r1 + 1) .. (rd + 1) <= 1,024, so it takes at most 2 d + 20 bits. What
-// does not fit is cut off: then different tuples may look alike, but never in the wrong order.
-struct TupleCode {
-  uint64_t bits = 0;
-  int used = 0;
-
-  __device__ static int element(int32_t rank, uint64_t* value) {
-    const int k = 31 - __clz(rank + 1);
-    *value = (((uint64_t{2} << k) - 1) << (k + 1)) | static_cast<uint64_t>(rank + 1 - (1 << k));
-    return 2 * k + 2;
-  }
-  __device__ void append(int32_t rank) {
-    uint64_t value;
-    const int length = element(rank, &value), shift = 64 - used - length;
-    if (shift >= 0) {
-      bits |= value << shift;
-    } else if (used < 64) {
-      bits |= value >> -shift;
-    }
-    used += length;
-  }
-  __device__ void prepend(int32_t rank) {
-    uint64_t value;
-    const int length = element(rank, &value);
-    bits = value << (64 - length) | bits >> length;
-    used += length;
-  }
-};
+// The code of a rank tuple in 64 bits, in the order of tuples: a rank r is 1, then k ones and a zero for k =
+// floor(log2(r + 1)), then the k low bits of r + 1; behind the last there are zeros, so that a proper prefix comes
+// first. (r1 .. rd) is among the first 1,024 nodes only if (r1 + 1) .. (rd + 1) <= 1,024, so it takes at most 2 d +
+// 20 bits. What does not fit is cut off: then different tuples may look alike, but never in the wrong order.
+__device__ inline uint64_t prepend_rank(int32_t rank, uint64_t code) {
+  const int k = 31 - __clz(rank + 1), length = 2 * k + 2;
+  const uint64_t value = (((uint64_t{2} << k) - 1) << (k + 1)) | static_cast<uint64_t>(rank + 1 - (1 << k));
+  return value << (64 - length) | code >> length;
+}
 
 // Compares the rank tuples of two nodes, each given by its parent's place and its own rank: whether that of a comes
 // first. A proper prefix comes first; a and b must differ.

@@ -1,5 +1,6 @@
-// Writing one request's tree in the layout of kdtree.h with a block of threads: shared by tree_from_parents and
-// tree_from_visibility. A tree is worked out in shared memory, and every entry of the layout is then written once.
+// Writing one request's tree in the layout of kdtree.h with a block of threads: for tree_from_parents and
+// tree_from_visibility (tree_build has its own, in tree_build.cuh, but for put_request). A tree is worked out in
+// shared memory, and every entry of the layout is then written once.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,6 @@
 #include "kdtree/kdtree.h"
 
 namespace kdt::cuda {
-
-inline constexpr int32_t kMaxSlots = KDT_MAX_BUDGET + 1;
 
 // A tree's slots 0..count-1 in shared memory.
 struct SharedTree {
