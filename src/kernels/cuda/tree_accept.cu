@@ -1,8 +1,9 @@
 // tree_accept on CUDA: a block a request.
 //
-// Idea: a walk is a chain of dependent loads, so the block first brings all that the walk may touch (tokens, links,
-// targets: 16 bytes a slot) into shared memory in one round trip, and one warp walks there. Its lanes go the same
-// way; they share out the test against the stop tokens.
+// Idea: a walk is a chain of dependent loads, so what can be done beside it is done before. The block brings all that
+// the walk may touch (tokens, links, targets: 16 bytes a slot) into shared memory in one round trip, whether or not
+// the request turns out to be live, and writes the padding meanwhile. One warp walks. Its lanes go the same way;
+// they share out the test against the stop tokens.
 //
 // Limits: those of the header. 16.4 KB of static shared memory. The walk is bounded by N hops whatever the links
 // say.
@@ -72,31 +73,32 @@ __device__ Outcome walk(const kdt_tree_accept_params& p, const Slot* slots, int3
 
 __global__ void __launch_bounds__(kThreads) tree_accept_kernel(kdt_tree_accept_params p, kdt_tree tree) {
   __shared__ Slot slots[kMaxSlots];
-  __shared__ int32_t emitted;
   const int lane = threadIdx.x % kWarpSize;
   const int32_t my_stop = lane < p.num_stop_tokens ? p.stop_tokens[lane] : -1;  // no target is -1
   const int64_t live = live_requests(p.num_live, tree.batch_size);
   for (int64_t b = blockIdx.x; b < tree.batch_size; b += gridDim.x) {
-    int32_t status = 0, node_count = 0, max_tokens = INT32_MAX;
-    if (b < live) {
-      node_count = clamped(tree.node_count[b], 0, tree.num_slots, &status);
-      if (p.max_tokens != nullptr) max_tokens = p.max_tokens[b];
-      const int64_t row = b * tree.slot_stride;
-      for (int32_t i = threadIdx.x; i < tree.num_slots; i += kThreads) {
-        slots[i] = {tree.tokens[row + i], tree.first_child[row + i], tree.next_sibling[row + i],
-                    p.target_tokens[b * p.target_tokens_stride + i]};
-      }
+    const int32_t given_count = tree.node_count[b];
+    const int32_t max_tokens = p.max_tokens != nullptr ? p.max_tokens[b] : INT32_MAX;
+    const int64_t row = b * tree.slot_stride;
+    for (int32_t i = threadIdx.x; i < tree.num_slots; i += kThreads) {
+      slots[i] = {tree.tokens[row + i], tree.first_child[row + i], tree.next_sibling[row + i],
+                  p.target_tokens[b * p.target_tokens_stride + i]};
     }
-    __syncthreads();
     int32_t* tokens = p.tokens + b * p.tokens_stride;
     int32_t* accept_index = p.accept_index + b * p.accept_index_stride;
+    for (int64_t i = threadIdx.x; i < p.max_len; i += kThreads) {
+      tokens[i] = -1;
+      accept_index[i] = -1;
+    }
+    __syncthreads();  // also: what the walk writes comes after the padding
     if (threadIdx.x < kWarpSize) {
+      int32_t status = 0;
+      const int32_t node_count = b < live ? clamped(given_count, 0, tree.num_slots, &status) : 0;
       Outcome o = {0, 0, -1, 0};
       if (node_count > 0) {
         o = walk(p, slots, tree.num_slots, node_count, max_tokens, my_stop, tokens, accept_index);
       }
       if (threadIdx.x == 0) {
-        emitted = o.emitted;
         p.token_count[b] = o.emitted;
         p.accept_len[b] = o.emitted;
         p.next_root[b] = o.next_root;
@@ -104,12 +106,7 @@ __global__ void __launch_bounds__(kThreads) tree_accept_kernel(kdt_tree_accept_p
         if (p.status != nullptr) p.status[b] = status | o.status;
       }
     }
-    __syncthreads();
-    for (int64_t i = int64_t{emitted} + threadIdx.x; i < p.max_len; i += kThreads) {
-      tokens[i] = -1;
-      accept_index[i] = -1;
-    }
-    __syncthreads();  // the next request's slots and count come into the same memory
+    __syncthreads();  // the next request's slots come into the same memory
   }
 }
 
