@@ -209,9 +209,10 @@ inline testing::AssertionResult outputs_near(const Floats& got, const Floats& ex
   return testing::AssertionFailure() << "relative error " << std::sqrt(difference / norm) << ", at most "
                                      << tolerance;
 }
-// As documented for the dtype.
-inline testing::AssertionResult outputs_near(const Bytes& got, const Bytes& expected, int32_t dtype) {
-  return outputs_near(decoded(got, dtype), decoded(expected, dtype), tolerance_of(dtype));
+// As documented for the dtype, or for another that the inputs had.
+inline testing::AssertionResult outputs_near(const Bytes& got, const Bytes& expected, int32_t dtype,
+                                             std::optional<int32_t> precision = std::nullopt) {
+  return outputs_near(decoded(got, dtype), decoded(expected, dtype), tolerance_of(precision.value_or(dtype)));
 }
 
 inline testing::AssertionResult lse_near(const Floats& got, const Floats& expected) {
@@ -226,8 +227,10 @@ inline testing::AssertionResult lse_near(const Floats& got, const Floats& expect
 
 // The bits of another run that differs in strides, alignment or what lies around: on CUDA these may choose another
 // way to split the sums, so there it is within tolerance.
-inline testing::AssertionResult same_or_near(const Attended& got, const Attended& other, int32_t out_dtype) {
-  const auto out = on_cuda() ? outputs_near(got.out, other.out, out_dtype) : same_bits(got.out, other.out);
+inline testing::AssertionResult same_or_near(const Attended& got, const Attended& other, int32_t out_dtype,
+                                             std::optional<int32_t> precision = std::nullopt) {
+  const auto out =
+      on_cuda() ? outputs_near(got.out, other.out, out_dtype, precision) : same_bits(got.out, other.out);
   if (!out) return testing::AssertionFailure() << "out: " << out.message();
   const auto lse = on_cuda() ? lse_near(got.lse, other.lse) : same_bits(got.lse, other.lse);
   if (!lse) return testing::AssertionFailure() << "lse: " << lse.message();

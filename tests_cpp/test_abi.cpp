@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
@@ -921,6 +922,25 @@ TEST(Abi, DeviceCallsRefuse) {
 }
 
 // With or without a GPU: either CUDA works, or every call says why it does not, in the same words.
+TEST(Context, KernelOfVerifyAttnIsChosenByTheEnvironment) {
+  const char* before = std::getenv("KDTREE_VERIFY_ATTN");
+  const std::string restored = before != nullptr ? before : "";  // empty is like unset
+  kdt_context* context = nullptr;
+  for (const char* name : {"auto", "plain", "mma", ""}) {
+    ASSERT_EQ(setenv("KDTREE_VERIFY_ATTN", name, 1), 0);
+    ASSERT_EQ(kdt_context_create(nullptr, &context), KDT_OK) << kdt_last_error();
+    kdt_context_destroy(context);
+  }
+  ASSERT_EQ(setenv("KDTREE_VERIFY_ATTN", "fast", 1), 0);
+  context = reinterpret_cast<kdt_context*>(8);
+  EXPECT_EQ(kdt_context_create(nullptr, &context), KDT_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(context, nullptr);
+  EXPECT_STREQ(
+      kdt_last_error(),
+      "kdt_context_create: environment variable KDTREE_VERIFY_ATTN: expected auto, plain or mma, got \"fast\"");
+  ASSERT_EQ(setenv("KDTREE_VERIFY_ATTN", restored.c_str(), 1), 0);
+}
+
 TEST(Abi, CudaDeviceOrAReason) {
   const bool built = std::string(kdt_build_info()).find("\"cuda\": true") != std::string::npos;
   int32_t count = -1;

@@ -155,6 +155,8 @@ typedef struct kdt_context_params {
 } kdt_context_params;
 
 /* Creates *context. params may be NULL: the CPU backend with default threads. On an error *context is NULL.
+ * The environment variable KDTREE_VERIFY_ATTN, read here, says which of its kernels verify_attn takes on CUDA: auto
+ * (the default), plain (float32 arithmetic), mma (tensor cores; calls that it cannot take go to plain).
  * Errors: INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
 KDT_API int32_t kdt_context_create(const kdt_context_params* params, kdt_context** context);
 
@@ -612,7 +614,8 @@ enum { KDT_LSE_NATURAL = 0, KDT_LSE_BASE2 = 1 };
  * Dead requests: out 0, lse -inf, status 0.
  *
  * Accumulation is float32 or better. Against float64, ||out - ref|| / ||ref|| <= 1e-5 (f32), 2.5e-3 (bf16), 6e-4
- * (f16) over the output of a request, and lse within 1e-5 + 1e-6 |lse|; plans/0003-numerics.md has the conditions.
+ * (f16), by q's type, over the output of a request, and lse within 1e-5 + 1e-6 |lse|; plans/0003-numerics.md has
+ * the conditions.
  */
 typedef struct kdt_verify_attn_params {
   size_t struct_size;

@@ -1,6 +1,10 @@
 // Contexts, devices, versions: everything of the C ABI that is no operation on data.
 #include "context.hpp"
 
+#include <cstdlib>
+#include <string_view>
+#include <utility>
+
 #include "args.hpp"
 #include "cpu/device.hpp"
 #include "cuda/device.hpp"
@@ -48,6 +52,21 @@ int32_t check_device(const char* function, int32_t backend, int32_t device) {
   return check_range(function, "device", device, 0, count - 1, KDT_ERR_INVALID_ARGUMENT);
 }
 
+int32_t read_attention_kernel(const char* function, AttentionKernel* kernel) {
+  constexpr std::pair<std::string_view, AttentionKernel> kNames[] = {
+      {"auto", AttentionKernel::kAuto}, {"plain", AttentionKernel::kPlain}, {"mma", AttentionKernel::kMma}};
+  *kernel = AttentionKernel::kAuto;
+  const char* given = std::getenv("KDTREE_VERIFY_ATTN");
+  if (given == nullptr || *given == '\0') return KDT_OK;
+  for (const auto& [name, value] : kNames) {
+    if (name != given) continue;
+    *kernel = value;
+    return KDT_OK;
+  }
+  return fail(KDT_ERR_INVALID_ARGUMENT, function,
+              "environment variable KDTREE_VERIFY_ATTN: expected auto, plain or mma, got \"%s\"", given);
+}
+
 }  // namespace
 }  // namespace kdt
 
@@ -63,7 +82,11 @@ int32_t kdt_context_create(const kdt_context_params* params, kdt_context** conte
     KDT_TRY(kdt::check_device(fn, p.backend, p.device));
     KDT_TRY(kdt::check_range(fn, "num_threads", p.num_threads, 0, kdt::kMaxThreads, KDT_ERR_INVALID_ARGUMENT));
     if (p.num_threads == 0) p.num_threads = kdt::cpu::usable_threads();
-    kdt_context settled = {p.backend, p.device, p.num_threads, 0, 0};
+    kdt_context settled = {};
+    settled.backend = p.backend;
+    settled.device = p.device;
+    settled.num_threads = p.num_threads;
+    KDT_TRY(kdt::read_attention_kernel(fn, &settled.attention));
     if (p.backend == KDT_BACKEND_CUDA) KDT_TRY(kdt::cuda::describe_device(fn, &settled));
     *context = new kdt_context(settled);
     return KDT_OK;

@@ -1,0 +1,37 @@
+// Which kernel a verify_attn takes, and its sizes, by chip. Apart from the kernels, so that a number can be changed
+// for one chip with its reason beside it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "../context.hpp"
+#include "kdtree/kdtree.h"
+
+namespace kdt::cuda {
+
+// A part of a tile's cache rows is at least so many blocks: each part costs its query rows' loading, 128 KB of
+// partial results written, and their reading.
+inline constexpr int32_t kFewestBlocks = 2;
+
+// Beyond this many bytes of cache rows the tiles of a request are worked on in step, so that its rows come from
+// device memory once: half of the L2 cache of an H200 (50 MB), a quarter of that of an RTX PRO 6000 (128 MB).
+inline constexpr int64_t kInStepBytes = int64_t{25} << 20;
+// ... unless that leaves more than this share of the multiprocessors without work.
+inline constexpr double kMostIdle = 0.15;
+
+// Whether the tensor-core kernel takes a call: 16-bit types, cache rows of 16-byte units, pairs of query columns,
+// and a scale that leaves float32 room: it subtracts before it multiplies.
+inline bool takes_mma(const kdt_context& context, const kdt_verify_attn_params& p) {
+  if (context.attention == AttentionKernel::kPlain || p.q_dtype == KDT_F32) return false;
+  const kdt_kv_cache& cache = *p.cache;
+  const bool rows = reinterpret_cast<uintptr_t>(cache.data) % 16 == 0 && cache.row_stride % 8 == 0 &&
+                    cache.page_stride % 8 == 0 && cache.row_stride / 8 <= UINT32_MAX &&
+                    cache.page_stride / 8 <= UINT32_MAX;
+  const bool queries = reinterpret_cast<uintptr_t>(p.q) % 4 == 0 && p.q_head_stride % 2 == 0 &&
+                       p.q_row_stride % 2 == 0 && p.q_stride % 2 == 0;
+  const bool scale = std::fabs(p.scale) >= 1e-30f && std::fabs(p.scale) <= 1e30f;
+  return rows && queries && scale;
+}
+
+}  // namespace kdt::cuda
