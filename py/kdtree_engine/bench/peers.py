@@ -12,6 +12,7 @@ machine with torch 2.13.)
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 
 from .. import reference
 from .._cuda import DeviceArray
-from .._floats import to_float32
+from .._floats import float_name, to_float32
 from ..cases import Arguments, Results
 from ..types import Tree
 from .gpu import Clock
@@ -34,10 +35,17 @@ class Peer:
     run: Callable[[], Any]
     results: Callable[[Any], Results]
     """What in run's result must agree with the reference; nothing where it draws its own random numbers."""
+    expected: Results | None = None
+    """What it must agree with instead, where the peer means something else."""
 
 
 Maker = Callable[[Arguments, Results], Peer]
-"""Makes a peer for arguments, given what the reference says of them."""
+"""Makes a peer for arguments, given what the reference says of them. May raise NoPeer."""
+
+
+class NoPeer(Exception):
+    """Why others' code is not run on such arguments."""
+
 
 ARGUMENTS = {
     "topk_logprobs": {"logits", "k"},
@@ -179,6 +187,18 @@ def attention_results(a: Arguments, expected: Results) -> Callable[[Any], Result
         return {"out": out}
 
     return results
+
+
+def flash_mla_lens(a: Arguments) -> Any:
+    """The rows of each request's prefix and tree; NoPeer where FlashMLA has not what the case asks for."""
+    if float_name(a["q"].dtype) != "bfloat16" or a.get("block_table") is None or a["kv_cache"].shape[1] != 64:
+        raise NoPeer("FlashMLA wants bfloat16 and pages of 64 rows")
+    if a.get("kv_starts") is not None or a.get("out_dtype") is not None:
+        raise NoPeer("FlashMLA has no window and no other type of out")
+    lens = [s.prefix_len + len(s.mask) for s in seen_rows(a)]
+    if 0 in lens:
+        raise NoPeer("FlashMLA wants some row in each request")
+    return np.array(lens, np.int32)
 
 
 def numpy_verify_attn(a: Arguments, expected: Results) -> Peer:
@@ -454,22 +474,23 @@ class Torch:
         return lambda: self.torch.multinomial(self.torch.softmax(logits.float() / heat, -1), 1)
 
     def verify_attn(self, a: Arguments, expected: Results) -> Peer:
-        torch = self.torch
         q, rows, visible = gathered(a)
         dtype = self.tensor(a["q"][:0]).dtype
+        tensors = self.tensor(q).to(dtype), self.tensor(rows).to(dtype), self.tensor(visible)
+        return self.peer(self.run_attention(*tensors, float(a["scale"])), attention_results(a, expected))
+
+    def run_attention(self, q: Any, rows: Any, visible: Any, scale: float) -> Callable[[], Any]:
+        """[B, Q, H, 576], [B, S, 576] and bool [B, Q, S], to [B, Q, H, 512]."""
         batch_size, queries, heads, width = q.shape
-        folded = self.tensor(q.reshape(batch_size, 1, queries * heads, width)).to(dtype)
-        keys = self.tensor(rows)[:, None].to(dtype)
-        values = keys[..., :512]
-        mask = self.tensor(np.repeat(visible, heads, axis=1))[:, None]
+        folded, keys = q.reshape(batch_size, 1, queries * heads, width), rows[:, None]
+        mask = visible.repeat_interleave(heads, dim=1)[:, None]
+        attend = self.torch.nn.functional.scaled_dot_product_attention
 
         def run() -> Any:
-            return torch.nn.functional.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=mask, scale=float(a["scale"])
-            )
+            out = attend(folded, keys, keys[..., :512], attn_mask=mask, scale=scale)
+            return out.reshape(batch_size, queries, heads, 512)
 
-        check = attention_results(a, expected)
-        return self.peer(run, lambda got: check(got.reshape(batch_size, queries, heads, 512)))
+        return run
 
     def merge_attn_states(self, a: Arguments, expected: Results) -> Peer:
         torch = self.torch
@@ -502,12 +523,36 @@ class TorchOnGpu(Torch):
             raise ImportError("torch has no CUDA device")
         self.device = f"cuda:{ordinal}"
         self.stream = self.torch.cuda.Stream(self.device)
+        self.flash_mla: Any = None
+        with contextlib.suppress(ImportError):
+            self.flash_mla = importlib.import_module("flash_mla")
 
     def shared(self, array: DeviceArray) -> Any:
         """On the same memory."""
         plain = array.dtype.names is None
         tensor = self.torch.as_tensor(array if plain else array.view(np.int16), device=self.device)
         return tensor if plain else tensor.view(self.torch.bfloat16)
+
+    def run_flash_mla(self, q: Any, pages: Any, table: Any, lens: Any, scale: float) -> Callable[[], Any]:
+        """FlashMLA, to (out [B, Q, H, 512], its lse): every query sees all `lens` rows, FlashMLA having no tree mask.
+
+        It plans its work beforehand; that is not timed.
+        """
+        flash, pages = self.flash_mla, pages[:, :, None]  # one KV head
+        plan, splits = flash.get_mla_metadata(lens, q.shape[1] * q.shape[2], 1)
+        return lambda: flash.flash_mla_with_kvcache(
+            q, pages, table, lens, 512, plan, splits, softmax_scale=scale, causal=False
+        )
+
+    def flash_mla_verify_attn(self, a: Arguments, expected: Results) -> Peer:
+        """Checked only where the mask hides nothing."""
+        lens = flash_mla_lens(a)
+        q, pages = self.tensor(a["q"]), self.tensor(a["kv_cache"])
+        table, counts = self.tensor(a["block_table"]), self.tensor(lens)
+        hides = any(not s.mask.all() or len(s.mask) < q.shape[1] for s in seen_rows(a))
+        results = attention_results(a, expected)
+        run = self.run_flash_mla(q, pages, table, counts, float(a["scale"]))
+        return self.peer(run, lambda got: {} if hides else results(got[0]))
 
     def run_sample(self, logits: Any, heat: Any) -> Callable[[], Any]:
         """Gumbel-max, as multinomial looks at its numbers on the host."""
@@ -540,7 +585,9 @@ class TorchOnGpu(Torch):
     def time(self, clock: Clock, run: Callable[[], Any]) -> Timing:
         """As our own calls are timed, hot."""
         self.torch.cuda.synchronize()
-        return clock.hot_graph(lambda times: self.capture(run, times), self.stream)[0]
+        timing = clock.hot_graph(lambda times: self.capture(run, times), self.stream)[0]
+        self.torch.cuda.empty_cache()  # graphs have memory of their own, which ours would have to do without
+        return timing
 
     def bf16_flop_per_s(self, clock: Clock, size: int = 8192) -> float:
         a, b = (self.torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))

@@ -19,7 +19,7 @@ from . import check
 from .gpu import Clock
 from .measure import Machine, Timing, time_cold, time_warm
 from .model import MODELS
-from .peers import NUMPY, Maker, Peer, Torch, TorchOnGpu, usable
+from .peers import NUMPY, Maker, NoPeer, Peer, Torch, TorchOnGpu, usable
 
 PEER_SLACK = 10
 """Peers are checked for meaning the same, not for precision: so many times the tolerances."""
@@ -120,7 +120,8 @@ class Bench:
             for name, makers in self.makers().items():
                 if case.operation in makers:
                     maker = makers[case.operation]
-                    row["peers"][name] = self.peer(name, maker, case.operation, arguments, expected, timing)
+                    with contextlib.suppress(NoPeer):
+                        row["peers"][name] = self.peer(name, maker, case.operation, arguments, expected, timing)
         return row
 
     def peer(
@@ -132,7 +133,7 @@ class Bench:
         expected: cases.Results,
         ours: Timing,
     ) -> Row:
-        """A peer's time and ours as a multiple of it; or why there is none."""
+        """A peer's time and ours as a multiple of it; or what went wrong."""
         with self.quiet():
             try:
                 peer = maker(arguments, expected)
@@ -143,6 +144,8 @@ class Bench:
                 if problem is not None:
                     return {"error": problem}
                 timing = self.time_peer(name, peer)
+            except NoPeer:
+                raise
             except Exception as error:  # peers take ordinary input; whatever else they make of it is not ours
                 return {"error": f"{type(error).__name__}: {error}"}
         return {**timing_fields(timing), "ratio": ours.median / timing.median, "checked": bool(results)}
@@ -193,6 +196,7 @@ class GpuBench(Bench):
         facts.update(self.clock.rates())
         self.copy_gb_per_s = facts["copy_gb_per_s"]
         if self.torch is not None:
+            facts["flash_mla"] = self.torch.flash_mla and str(getattr(self.torch.flash_mla, "__version__", "?"))
             with self.quiet():
                 facts["bf16_tflop_per_s"] = self.torch.bf16_flop_per_s(self.clock) / 1e12
         return facts
@@ -204,10 +208,15 @@ class GpuBench(Bench):
 
     def makers(self) -> Mapping[str, Mapping[str, Maker]]:
         host = {operation: NUMPY[operation] for operation in HOST_ONLY}
-        return {"numpy": host, "torch": {} if self.torch is None else self.torch.makers}
+        peers: dict[str, Mapping[str, Maker]] = {"numpy": host}
+        if self.torch is not None:
+            peers["torch"] = self.torch.makers
+            if self.torch.flash_mla is not None:
+                peers["flash_mla"] = {"verify_attn": self.torch.flash_mla_verify_attn}
+        return peers
 
     def time_peer(self, name: str, peer: Peer) -> Timing:
-        if name == "torch" and self.torch is not None:
+        if name != "numpy" and self.torch is not None:
             return self.torch.time(self.clock, peer.run)
         return super().time_peer(name, peer)
 

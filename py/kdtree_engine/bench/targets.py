@@ -1,4 +1,4 @@
-"""What the project set out to reach for the small operations on a GPU (an H200), at full size.
+"""What the project set out to reach on a GPU (an H200), at full size: the small operations, then attention.py's rows.
 
 Large arrays are made cheaply: DISTINCT rows from numpy, repeated on the device. Then the results of the distinct rows
 are compared with the reference, and those of the repeated ones with the first of them, bit for bit. Trees and caches
@@ -7,26 +7,23 @@ are compared with the CPU backend.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from .. import cases, ops
-from .._cuda import DeviceArray
-from .._errors import KdtError
 from .._floats import to_float32
-from .._trace import Trace, load_trace, targets_of
-from .._transfer import place, to_host
+from .._trace import targets_of
+from .._transfer import to_host
 from ..cases import Arguments, Results, as_dtype
 from ..kdtr import bfloat16
 from ..types import Tree
 from . import check, model
-from .gpu import Launch
+from .attention import ATTENTION
+from .bed import Bed, Target, Trial, repeated
 from .peers import Peer, argmax_results, topk_results
-from .run import NUMBERS, PEER_SLACK, GpuBench, Row, timing_fields
 
 VOCABULARY = 163_840
 CANDIDATES = 64
@@ -36,102 +33,6 @@ SAMPLED_ROWS = 16
 """Of `sample`, where every row has noise of its own, so many are compared with the reference."""
 STEPS = 64
 """Steps of the trace that a row of one request is timed over."""
-
-
-@dataclass
-class Trial:
-    """A row made ready: arguments in device memory, and what to expect."""
-
-    launches: Sequence[Launch]
-    """One call, or calls on different inputs."""
-    problem: Callable[[], str | None]
-    """The first disagreement after one launch of each."""
-    bytes: int | None
-    """What one call reads and writes (model.py); None where that says nothing."""
-    peer: Callable[[], Peer] | None = None
-    """torch's version. Its results are checked against `expected`."""
-    expected: Results | None = None
-    arguments: Arguments | None = None
-    yardstick: Launch | None = None
-    """What a relative target is relative to."""
-
-
-@dataclass(frozen=True)
-class Target:
-    name: str
-    """operation/variant"""
-    make: Callable[[Bed], Trial]
-    us: float | None = None
-    yardsticks: float | None = None
-    """Instead: so many times the yardstick's time."""
-    copy_share: float | None = None
-    """Instead: a share of the bandwidth of a copy."""
-
-
-class Bed:
-    """Makes and times targets on one GPU."""
-
-    def __init__(self, bench: GpuBench) -> None:
-        self.bench, self.context, self.clock = bench, bench.context, bench.clock
-        self.trace: Trace = load_trace(cases.DATA / "trace_code.kdtr")
-
-    def put(self, value: Any) -> Any:
-        return place(value, self.context.memory)
-
-    def row(self, target: Target) -> Row:
-        """As those of `Bench.row`, with the target."""
-        operation = target.name.split("/")[0]
-        row: Row = {"case": target.name, "operation": operation, "backend": self.context.backend, "ok": False}
-        more = ("event_median_us", "calls_per_replay", "copy_share", "met")
-        row.update(dict.fromkeys(("error", "bytes", "flop", *NUMBERS, *more)), peers={})
-        row.update(target_us=target.us, target_copy_share=target.copy_share)
-        words = ["kdtree", "bench", "targets", "-k", target.name, "--min-time", str(self.bench.min_time)]
-        row["command"] = shlex.join(words if self.bench.peers else [*words, "--no-peers"])
-        try:
-            trial = target.make(self)
-            for launch in trial.launches:
-                launch(None)
-            row["error"] = trial.problem()
-        except KdtError as error:
-            row["error"] = str(error)
-        if row["error"] is not None:
-            return row
-        self.time(target, trial, row)
-        return row
-
-    def time(self, target: Target, trial: Trial, row: Row) -> None:
-        single = len(trial.launches) == 1
-        hot, calls = self.clock.hot(trial.launches[0]) if single else self.clock.hot_over(trial.launches)
-        row.update(ok=True, **timing_fields(hot), calls_per_replay=calls, bytes=trial.bytes)
-        row["cold_median_us"] = self.clock.cold(trial.launches).median * 1e6
-        row["event_median_us"] = self.clock.event(trial.launches).median * 1e6
-        if trial.bytes is not None:
-            row["gb_per_s"] = trial.bytes / hot.median / 1e9
-            row["copy_share"] = row["gb_per_s"] / self.bench.copy_gb_per_s
-        if target.yardsticks is not None and trial.yardstick is not None:
-            row["target_us"] = target.yardsticks * self.clock.hot(trial.yardstick)[0].median * 1e6
-        if target.copy_share is not None:
-            row["met"] = row["copy_share"] >= target.copy_share
-        elif row["target_us"] is not None:
-            row["met"] = row["median_us"] <= row["target_us"]
-        if trial.peer is not None and self.bench.torch is not None:
-            row["peers"]["torch"] = self.peer(trial, target.name.split("/")[0], hot.median)
-
-    def peer(self, trial: Trial, operation: str, ours: float) -> Row:
-        assert trial.peer is not None
-        assert self.bench.torch is not None
-        with self.bench.quiet():
-            try:
-                peer = trial.peer()
-                results = peer.results(peer.run())
-                arguments, expected = trial.arguments or {}, trial.expected or {}
-                problem = check.mismatch(operation, arguments, results, expected, slack=PEER_SLACK)
-                if problem is not None:
-                    return {"error": problem}
-                timing = self.bench.torch.time(self.clock, peer.run)
-            except Exception as error:  # whatever torch makes of it
-                return {"error": f"{type(error).__name__}: {error}"}
-        return {**timing_fields(timing), "ratio": ours / timing.median, "checked": bool(results)}
 
 
 # ---- Trees of the trace ------------------------------------------------------------------------------------
@@ -195,18 +96,6 @@ def logit_rows(count: int) -> Any:
     return as_dtype(np.random.default_rng(count).normal(0, 3, (count, VOCABULARY)).astype(np.float32), "bfloat16")
 
 
-def repeated(rows: Any, count: int, ordinal: int) -> DeviceArray:
-    """So many rows, row i being row i % len(rows)."""
-    array = DeviceArray((count, *rows.shape[1:]), rows.dtype, ordinal)
-    done = min(len(rows), count)
-    array[:done].copy_from(rows[:done])
-    while done < count:
-        size = min(done, count - done)
-        array[done : done + size].copy_from(array[:size])
-        done += size
-    return array
-
-
 def repeats(results: Results, distinct: int) -> str | None:
     """Equal rows must have equal results."""
     for name, got in results.items():
@@ -239,7 +128,7 @@ def topk_rows(count: int) -> Callable[[Bed], Trial]:
             return Peer(torch.run_topk(torch.shared(logits), CANDIDATES), first)
 
         size = logits.nbytes + sum(array.nbytes for array in call.result)
-        return Trial([call.launch], problem, size, peer, expected, arguments)
+        return Trial([call.launch], problem, size, {"torch": peer}, expected, arguments)
 
     return make
 
@@ -263,7 +152,7 @@ def argmax_rows(count: int) -> Callable[[Bed], Trial]:
             shared, results = torch.shared(logits), argmax_results(to_float32(distinct), expected)
             return Peer(lambda: shared.argmax(-1), lambda got: results(torch.numpy(got)[: len(distinct)]))
 
-        return Trial([call.launch], problem, logits.nbytes + call.result.nbytes, peer, expected, arguments)
+        return Trial([call.launch], problem, logits.nbytes + call.result.nbytes, {"torch": peer}, expected, arguments)
 
     return make
 
@@ -297,7 +186,7 @@ def sample_rows(count: int) -> Callable[[Bed], Trial]:
 
         arrays = (logits, *placed.values(), *call.result)
         size = sum(array.nbytes for array in arrays)
-        return Trial([call.launch], problem, size, peer, expected, arguments, argmax.launch)
+        return Trial([call.launch], problem, size, {"torch": peer}, expected, arguments, argmax.launch)
 
     return make
 
@@ -337,7 +226,7 @@ def compact_layers(batch: int) -> Callable[[Bed], Trial]:
             return bed.bench.torch.kv_compact(arguments, expected)
 
         work = model.kv_compact(arguments, expected)
-        return Trial([call.launch], problem, work.bytes, peer, expected, arguments)
+        return Trial([call.launch], problem, work.bytes, {"torch": peer}, expected, arguments)
 
     return make
 
@@ -429,4 +318,5 @@ TARGETS = (
     Target("kv_compact/layers61_b1", compact_layers(1), us=4),
     Target("kv_compact/layers61_b64", compact_layers(64), copy_share=0.5),
     Target("step/b1", whole_step, us=40),
+    *ATTENTION,
 )

@@ -14,9 +14,11 @@ import click
 
 from .. import cases
 from .._context import Context
+from ..bench.attention import against_flash_mla
+from ..bench.bed import Bed
 from ..bench.model import MODELS
 from ..bench.run import GpuBench, Row, bench_on
-from ..bench.targets import TARGETS, Bed
+from ..bench.targets import TARGETS
 from ._common import figure_for, json_option, print_json, print_table, printable, progress
 from .info import environment as installed
 
@@ -74,7 +76,7 @@ min_time_option = click.option(
     help="Seconds to spend on each measurement, at least.",
 )
 peers_option = click.option(
-    "--peers/--no-peers", default=True, show_default=True, help="Also time numpy's and torch's versions."
+    "--peers/--no-peers", default=True, show_default=True, help="Also time numpy's, torch's and FlashMLA's versions."
 )
 
 
@@ -98,7 +100,8 @@ def run(pattern: str | None, backend: str, threads: int, min_time: float, peers:
     cold is the replay of a graph of one call after a write of twice the L2 cache (an empty graph's replay is given
     above the table); eager is one call without a graph, with what the host does for it. copy is GB/s over the
     bandwidth of a copy in device memory, measured in the same run. torch runs on the GPU, in graphs, too; where it
-    lacks the operation, numpy's version on the host is beside ours.
+    lacks the operation, numpy's version on the host is beside ours. FlashMLA, where flash_mla can be imported, stands
+    beside attention in bfloat16 with pages of 64 rows; it has no tree mask, and is checked where that hides nothing.
 
     Exit code 1: a result was wrong, and not timed.
     """
@@ -139,7 +142,7 @@ def number(value: float | None, form: str) -> str:
 
 def print_run(facts: Row, rows: list[Row]) -> None:
     print_machine(facts)
-    names = [name for name in ("numpy", "torch") if any(name in row["peers"] for row in rows)]
+    names = [name for name in ("numpy", "torch", "flash_mla") if any(name in row["peers"] for row in rows)]
     columns: dict[str, Callable[[Row], str]] = {
         "case": lambda row: row["case"],
         "us": lambda row: microseconds(row["median_us"]) if row["ok"] else "WRONG",
@@ -158,14 +161,22 @@ def print_run(facts: Row, rows: list[Row]) -> None:
         cells = [cell(row) for cell in columns.values()]
         for name in names:
             peer = row["peers"].get(name, {})
-            cells += ["differs" if "error" in peer else microseconds(peer.get("median_us"))]
-            cells += [number(peer.get("ratio"), ".3f")]
+            cells += peer_cells(peer)
         table.append(cells)
     print_table(header, table)
 
 
+def peer_cells(peer: Row) -> list[str]:
+    """Its time, and ours as a multiple of it."""
+    if "error" in peer:
+        return ["left out" if peer.get("left_out") else "differs", ""]
+    return [microseconds(peer.get("median_us")), number(peer.get("ratio"), ".3f")]
+
+
 def print_machine(facts: Row) -> None:
-    versions = f"numpy {facts['numpy']}" + (f", torch {facts['torch']}" if facts["torch"] else "")
+    versions = f"numpy {facts['numpy']}"
+    for name in ("torch", "flash_mla"):
+        versions += f", {name} {facts[name]}" if facts.get(name) else ""
     if "device" in facts:
         click.echo(
             f"{facts['device']}, driver for CUDA {facts['driver_cuda']}, {versions}, "
@@ -192,11 +203,14 @@ def print_machine(facts: Row) -> None:
 @peers_option
 @json_option
 def targets(pattern: str | None, backend: str, min_time: float, peers: bool, as_json: bool) -> None:
-    """Time what the project set out to reach for small operations on a GPU, at full size.
+    """Time what the project set out to reach on a GPU, at full size.
 
     Times are those of `kdtree bench run --backend cuda`: hot in a graph, cold, eager. A row whose target is
     relative gives it in us of this run. Results are checked as there. Exit code 1: a result was wrong; a missed
     target is none.
+
+    verify_attn/BxQxHxprefix is attention over a prefix: of a tree where Q is 65, else of a chain. Its TFLOP/s count
+    every query with every row. For those with a tree the target is a geometric mean, given below the table.
     """
     chosen = [target for target in TARGETS if pattern is None or pattern in target.name]
     if not chosen:
@@ -212,7 +226,7 @@ def targets(pattern: str | None, backend: str, min_time: float, peers: bool, as_
             rows.append(bed.row(target))
             bar.update(1)
     if as_json:
-        print_json({"environment": facts, "rows": rows})
+        print_json({"environment": facts, "rows": rows, "flash_mla": against_flash_mla(rows)})
     else:
         print_targets(facts, rows)
     exit_if_wrong(rows)
@@ -220,25 +234,47 @@ def targets(pattern: str | None, backend: str, min_time: float, peers: bool, as_
 
 def print_targets(facts: Row, rows: list[Row]) -> None:
     print_machine(facts)
+    flash_mla = any("flash_mla" in row["peers"] for row in rows)
     table = []
     for row in rows:
         goal = microseconds(row["target_us"])
         if row["target_copy_share"] is not None:
             goal = f"{row['target_copy_share']:.0%} of copy"
-        torch = row["peers"].get("torch", {})
-        table.append(
-            [
-                row["case"],
-                microseconds(row["median_us"]) if row["ok"] else "WRONG",
-                microseconds(row["cold_median_us"]),
-                microseconds(row["event_median_us"]),
-                goal,
-                "" if row["met"] is None else "yes" if row["met"] else "no",
-                "differs" if "error" in torch else microseconds(torch.get("median_us")),
-                number(row["copy_share"], ".1%"),
-            ]
+        rate = row["gflop_per_s"]
+        cells = [
+            row["case"],
+            microseconds(row["median_us"]) if row["ok"] else "WRONG",
+            microseconds(row["cold_median_us"]),
+            microseconds(row["event_median_us"]),
+            goal,
+            "" if row["met"] is None else "yes" if row["met"] else "no",
+            number(row["copy_share"], ".1%"),
+            number(rate and rate / 1000, ".0f"),
+            peer_cells(row["peers"].get("torch", {}))[0],
+        ]
+        table.append(cells + (peer_cells(row["peers"].get("flash_mla", {})) if flash_mla else []))
+    header = ["case", "us", "cold us", "eager us", "target us", "met", "copy", "TFLOP/s", "torch us"]
+    print_table([*header, "flash_mla us", "ours/flash_mla"] if flash_mla else header, table)
+    print_peers(rows)
+
+
+def print_peers(rows: list[Row]) -> None:
+    """Below the table: why peers are missing, and how we stand against FlashMLA."""
+    missing: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, peer in row["peers"].items():
+            if "error" in peer:
+                missing.setdefault((name, peer["error"]), []).append(row["case"])
+    mean = against_flash_mla(rows)
+    if missing or mean is not None:
+        click.echo()
+    for (name, error), names in missing.items():
+        click.echo(f"{name}: {error} ({', '.join(names)})")
+    if mean is not None:
+        click.echo(
+            f"verify_attn with a tree: {mean['ratio']:.3f} x FlashMLA without (geometric mean of {mean['rows']} rows), "
+            f"target {mean['target']:g}: {'met' if mean['met'] else 'not met'}"
         )
-    print_table(("case", "us", "cold us", "eager us", "target us", "met", "torch us", "copy"), table)
 
 
 # ---- compare -----------------------------------------------------------------------------------------------
