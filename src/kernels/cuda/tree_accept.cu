@@ -1,9 +1,9 @@
 // tree_accept on CUDA: a block a request.
 //
-// Idea: a walk is a chain of dependent loads, so what can be done beside it is done before. The block brings all that
-// the walk may touch (tokens, links, targets: 16 bytes a slot) into shared memory in one round trip, whether or not
-// the request turns out to be live, and writes the padding meanwhile. One warp walks. Its lanes go the same way;
-// they share out the test against the stop tokens.
+// Idea: a walk is a chain of dependent loads, so what can be done beside it is done before. The block brings all
+// that the walk may touch (tokens, links, targets: 16 bytes a slot) into shared memory in one round trip, whether
+// or not the request turns out to be live, and writes the padding meanwhile. One warp walks. Its lanes go the same
+// way; they share out the test against the stop tokens.
 //
 // Limits: those of the header. 16.4 KB of static shared memory. The walk is bounded by N hops whatever the links
 // say.
