@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <string_view>
 
 #include "cuda_memory.hpp"
 #include "kdtree/kdtree.h"
@@ -18,6 +20,12 @@ inline thread_local bool comparing = false;
 
 // Where this thread's arrays, contexts and calls belong.
 inline bool on_cuda() { return testing_cuda && !comparing; }
+
+// Whether verify_attn may run on tensor cores, which take weights of q's type whatever the type of out.
+inline bool on_tensor_cores() {
+  const char* kernel = std::getenv("KDTREE_VERIFY_ATTN");
+  return on_cuda() && (kernel == nullptr || std::string_view(kernel) != "plain");
+}
 
 // What is made and called while it lives is the CPU backend's, whatever is tested.
 class OnCpu {

@@ -64,8 +64,7 @@ TEST_P(VerifyAttnCases, IsWithinToleranceOfReference) {
     const TestContext context(variant.num_threads);
     const Attended got = attend(context, in, variant);
     if (!first) first = got;
-    // Tensor cores take weights of q's type, whatever the type of out.
-    const int32_t precision = on_cuda() ? in.dtype : in.out_dtype;
+    const int32_t precision = on_tensor_cores() ? in.dtype : in.out_dtype;
     EXPECT_TRUE(same_or_near(got, *first, in.out_dtype, precision)) << "of the first run";
     EXPECT_TRUE(outputs_near(got.out, c.bytes("out/out").data, in.out_dtype, precision)) << "out";
     EXPECT_TRUE(lse_near(got.lse, c.get<float>("out/lse").data)) << "lse";

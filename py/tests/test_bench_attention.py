@@ -22,6 +22,7 @@ from kdtree_engine.bench import attention, check, measure
 from kdtree_engine.bench.attention import DISTINCT_ROWS, PAGE_SIZE, SHAPES, Inputs, Shape, against_flash_mla
 from kdtree_engine.bench.bed import Bed, Trial
 from kdtree_engine.bench.peers import NoPeer, Peer, TorchOnGpu, flash_mla_lens
+from kdtree_engine.bench.run import GpuBench
 from kdtree_engine.bench.targets import TARGETS
 from kdtree_engine.cli.bench import print_targets
 
@@ -182,12 +183,14 @@ def test_peers_are_checked_against_what_they_mean() -> None:
     timing = measure.summary([2e-6] * 3)
     bed = object.__new__(Bed)
     bed.clock = SimpleNamespace()  # type: ignore[assignment]
-    torch = SimpleNamespace(time=lambda _clock, _run: timing)
-    bed.bench = SimpleNamespace(torch=torch, quiet=contextlib.nullcontext)  # type: ignore[assignment]
+    bed.bench = object.__new__(GpuBench)
+    bed.bench.clock = bed.clock
+    bed.bench.torch = SimpleNamespace(time=lambda _clock, _run: timing)  # type: ignore[assignment]
+    bed.bench.quiet = contextlib.nullcontext  # type: ignore[assignment,method-assign]
     trial = Trial([], lambda: None, None, {}, expected, arguments)
 
     def found(make: Any) -> Any:
-        return bed.peer(make, trial, "verify_attn", 1e-6)
+        return bed.peer("torch", make, trial, "verify_attn", measure.summary([1e-6] * 3))
 
     def left_out() -> Peer:
         raise NoPeer("too large")

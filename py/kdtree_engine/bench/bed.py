@@ -13,10 +13,10 @@ from .._errors import KdtError
 from .._trace import Trace, load_trace
 from .._transfer import place
 from ..cases import Arguments, Results
-from . import check
 from .gpu import Launch
+from .measure import Timing
 from .peers import NoPeer, Peer
-from .run import NUMBERS, PEER_SLACK, GpuBench, Row, timing_fields
+from .run import NUMBERS, GpuBench, Row, timing_fields
 
 
 @dataclass
@@ -101,25 +101,14 @@ class Bed:
             row["met"] = row["median_us"] <= row["target_us"]
         if self.bench.torch is not None:
             for name, make in trial.peers.items():
-                row["peers"][name] = self.peer(make, trial, target.name.split("/")[0], hot.median)
+                row["peers"][name] = self.peer(name, make, trial, row["operation"], hot)
 
-    def peer(self, make: Callable[[], Peer], trial: Trial, operation: str, ours: float) -> Row:
-        """A peer's time and ours as a multiple of it; or why there is none."""
-        assert self.bench.torch is not None
-        with self.bench.quiet():
-            try:
-                peer = make()
-                results = peer.results(peer.run())
-                arguments, expected = trial.arguments or {}, peer.expected or trial.expected or {}
-                problem = check.mismatch(operation, arguments, results, expected, slack=PEER_SLACK)
-                if problem is not None:
-                    return {"error": problem}
-                timing = self.bench.torch.time(self.clock, peer.run)
-            except NoPeer as reason:
-                return {"error": str(reason), "left_out": True}
-            except Exception as error:  # whatever torch makes of it
-                return {"error": f"{type(error).__name__}: {error}"}
-        return {**timing_fields(timing), "ratio": ours / timing.median, "checked": bool(results)}
+    def peer(self, name: str, make: Callable[[], Peer], trial: Trial, operation: str, ours: Timing) -> Row:
+        """As that of the bench; or why there is none."""
+        try:
+            return self.bench.peer(name, make, operation, trial.arguments or {}, trial.expected or {}, ours)
+        except NoPeer as reason:
+            return {"error": str(reason), "left_out": True}
 
 
 def repeated(rows: Any, count: int, ordinal: int) -> DeviceArray:

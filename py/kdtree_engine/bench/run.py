@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -119,28 +120,36 @@ class Bench:
         if self.peers and usable(case.operation, arguments):
             for name, makers in self.makers().items():
                 if case.operation in makers:
-                    maker = makers[case.operation]
+                    make = functools.partial(makers[case.operation], arguments, expected)
+                    # Only rows and requests without a flag: what to make of bad ones is this project's own.
+                    good = expected["status"] == 0 if "status" in expected else None
                     with contextlib.suppress(NoPeer):
-                        row["peers"][name] = self.peer(name, maker, case.operation, arguments, expected, timing)
+                        row["peers"][name] = self.peer(
+                            name, make, case.operation, arguments, expected, timing, rows=good
+                        )
         return row
 
     def peer(
         self,
         name: str,
-        maker: Maker,
+        make: Callable[[], Peer],
         operation: str,
         arguments: cases.Arguments,
         expected: cases.Results,
         ours: Timing,
+        *,
+        rows: Any = None,
     ) -> Row:
-        """A peer's time and ours as a multiple of it; or what went wrong."""
+        """A peer's time and ours as a multiple of it; or what went wrong. May raise NoPeer.
+
+        rows  those to compare, as for check.mismatch.
+        """
         with self.quiet():
             try:
-                peer = maker(arguments, expected)
+                peer = make()
                 results = peer.results(peer.run())
-                # Only rows and requests without a flag: what to make of bad ones is this project's own.
-                rows = expected["status"] == 0 if "status" in expected else None
-                problem = check.mismatch(operation, arguments, results, expected, slack=PEER_SLACK, rows=rows)
+                wanted = peer.expected or expected
+                problem = check.mismatch(operation, arguments, results, wanted, slack=PEER_SLACK, rows=rows)
                 if problem is not None:
                     return {"error": problem}
                 timing = self.time_peer(name, peer)

@@ -14,23 +14,20 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Loads and stores by 32-bit addresses: one register serves for everything at constant offsets from it.
-__device__ inline float4 load_shared_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address));
-  return v;
-}
-__device__ inline void store_shared(uint32_t address, const float4& v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-}
 __device__ inline uint4 load_shared_uint4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address));
   return v;
+}
+__device__ inline float4 load_shared_float4(uint32_t address) {
+  const uint4 v = load_shared_uint4(address);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+__device__ inline void store_shared(uint32_t address, const float4& v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
 }
 __device__ inline uint32_t load_shared(uint32_t address) {
   uint32_t v;
@@ -60,7 +57,7 @@ __device__ inline void load_matrices(uint32_t (&matrices)[4], uint32_t address) 
 // 2t), (g + 8, 2t + 1); a (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..); b (2t.., g), (2t + 8.., g).
 template <class T>
 __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(T) == 2 && __is_same(T, __nv_bfloat16)) {
+  if constexpr (__is_same(T, __nv_bfloat16)) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
