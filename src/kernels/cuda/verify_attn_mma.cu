@@ -819,11 +819,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // ---- on to the next request that has rows
     __syncthreads();
-    if (thread < kWarpSize && !next_work(w, requests, p.batch_size, s.cut, s.cut.begin(s.part + 1)) && lane == 0) {
-      w.request_blocks = 0;
-    }
-    __syncthreads();
-    if (w.request_blocks == 0) break;
+    bool more = false;
+    if (thread < kWarpSize) more = next_work(w, requests, p.batch_size, s.cut, s.cut.begin(s.part + 1));
+    if (__syncthreads_or(more) == 0) break;
   }
   trigger_dependents();
 }
