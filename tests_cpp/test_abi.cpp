@@ -926,7 +926,7 @@ TEST(Context, KernelOfVerifyAttnIsChosenByTheEnvironment) {
   const char* before = std::getenv("KDTREE_VERIFY_ATTN");
   const std::string restored = before != nullptr ? before : "";  // empty is like unset
   kdt_context* context = nullptr;
-  for (const char* name : {"auto", "plain", "mma", ""}) {
+  for (const char* name : {"auto", "plain", "mma", "wgmma", ""}) {
     ASSERT_EQ(setenv("KDTREE_VERIFY_ATTN", name, 1), 0);
     ASSERT_EQ(kdt_context_create(nullptr, &context), KDT_OK) << kdt_last_error();
     kdt_context_destroy(context);
@@ -935,9 +935,9 @@ TEST(Context, KernelOfVerifyAttnIsChosenByTheEnvironment) {
   context = reinterpret_cast<kdt_context*>(8);
   EXPECT_EQ(kdt_context_create(nullptr, &context), KDT_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(context, nullptr);
-  EXPECT_STREQ(
-      kdt_last_error(),
-      "kdt_context_create: environment variable KDTREE_VERIFY_ATTN: expected auto, plain or mma, got \"fast\"");
+  EXPECT_STREQ(kdt_last_error(),
+               "kdt_context_create: environment variable KDTREE_VERIFY_ATTN: expected auto, plain, mma or wgmma, "
+               "got \"fast\"");
   ASSERT_EQ(setenv("KDTREE_VERIFY_ATTN", restored.c_str(), 1), 0);
 }
 

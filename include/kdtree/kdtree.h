@@ -156,7 +156,8 @@ typedef struct kdt_context_params {
 
 /* Creates *context. params may be NULL: the CPU backend with default threads. On an error *context is NULL.
  * The environment variable KDTREE_VERIFY_ATTN, read here, says which of its kernels verify_attn takes on CUDA: auto
- * (the default), plain (float32 arithmetic), mma (tensor cores; calls that it cannot take go to plain).
+ * (the default), plain (float32 arithmetic), mma (tensor cores; calls that it cannot take go to plain), wgmma (as
+ * Hopper has them; calls that it cannot take, and other chips, go to mma).
  * Errors: INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
 KDT_API int32_t kdt_context_create(const kdt_context_params* params, kdt_context** context);
 

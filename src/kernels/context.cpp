@@ -53,8 +53,10 @@ int32_t check_device(const char* function, int32_t backend, int32_t device) {
 }
 
 int32_t read_attention_kernel(const char* function, AttentionKernel* kernel) {
-  constexpr std::pair<std::string_view, AttentionKernel> kNames[] = {
-      {"auto", AttentionKernel::kAuto}, {"plain", AttentionKernel::kPlain}, {"mma", AttentionKernel::kMma}};
+  constexpr std::pair<std::string_view, AttentionKernel> kNames[] = {{"auto", AttentionKernel::kAuto},
+                                                                     {"plain", AttentionKernel::kPlain},
+                                                                     {"mma", AttentionKernel::kMma},
+                                                                     {"wgmma", AttentionKernel::kWgmma}};
   *kernel = AttentionKernel::kAuto;
   const char* given = std::getenv("KDTREE_VERIFY_ATTN");
   if (given == nullptr || *given == '\0') return KDT_OK;
@@ -64,7 +66,7 @@ int32_t read_attention_kernel(const char* function, AttentionKernel* kernel) {
     return KDT_OK;
   }
   return fail(KDT_ERR_INVALID_ARGUMENT, function,
-              "environment variable KDTREE_VERIFY_ATTN: expected auto, plain or mma, got \"%s\"", given);
+              "environment variable KDTREE_VERIFY_ATTN: expected auto, plain, mma or wgmma, got \"%s\"", given);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ enum class AttentionKernel {
   kAuto,   // "auto" or unset: the fastest for the call and the chip
   kPlain,  // "plain": float32 arithmetic
   kMma,    // "mma": tensor cores, as any chip from sm_80 on has them
+  kWgmma,  // "wgmma": as Hopper has them
 };
 }  // namespace kdt
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string_view>
 
 #include "../context.hpp"
 #include "kdtree/kdtree.h"
@@ -32,6 +33,16 @@ inline bool takes_mma(const kdt_context& context, const kdt_verify_attn_params& 
                        p.q_row_stride % 2 == 0 && p.q_stride % 2 == 0;
   const bool scale = std::fabs(p.scale) >= 1e-30f && std::fabs(p.scale) <= 1e30f;
   return rows && queries && scale;
+}
+
+// Whether Hopper's does. It runs where code for sm_90a is in the library and on the chip, copies query rows in
+// units of 16 bytes and pages by boxes of 8 rows or more.
+inline bool takes_wgmma(const kdt_context& context, const kdt_verify_attn_params& p) {
+  constexpr bool kCompiled = std::string_view(KDT_CUDA_ARCHITECTURES).find("sm_90a") != std::string_view::npos;
+  if (!kCompiled || context.kernel_architecture != 90 || context.attention == AttentionKernel::kMma) return false;
+  const bool queries = reinterpret_cast<uintptr_t>(p.q) % 16 == 0 && p.q_head_stride % 8 == 0 &&
+                       p.q_row_stride % 8 == 0 && p.q_stride % 8 == 0;
+  return queries && (p.cache->block_table == nullptr || p.cache->page_size >= 8) && takes_mma(context, p);
 }
 
 }  // namespace kdt::cuda

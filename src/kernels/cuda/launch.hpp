@@ -42,10 +42,10 @@ enum class After {
 };
 
 // Launches a kernel of ours; an error is that of this launch. `what` names it in the error text.
-template <size_t kDynamicShared, class... Parameters, class... Arguments>
+template <size_t kDynamicShared, size_t kLimit = kSharedLimit, class... Parameters, class... Arguments>
 int32_t launch_kernel(const Session& session, const char* what, void (*kernel)(Parameters...), int64_t grid,
                       int32_t block, After after, Arguments&&... arguments) {
-  static_assert(kDynamicShared == 0 || kDynamicShared + kStaticShared <= kSharedLimit,
+  static_assert(kDynamicShared == 0 || kDynamicShared + (kLimit == kSharedLimit ? kStaticShared : 0) <= kLimit,
                 "more shared memory than a block has on sm_86, sm_89 and sm_120");
   if (grid == 0) return KDT_OK;
   if constexpr (kDynamicShared > 48 * 1024) {

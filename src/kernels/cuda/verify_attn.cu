@@ -1,7 +1,8 @@
 // verify_attn on CUDA: the numbers of the requests, and which kernel does the work.
 //
 // One kernel a call, a block a request, clamps the numbers on the device, writes the status and looks for pages
-// that must be seen and are not there; then those of verify_attn_mma.cu or verify_attn_plain.cu run. Which, follows
+// that must be seen and are not there; then those of verify_attn_wgmma.cu, verify_attn_mma.cu or
+// verify_attn_plain.cu run. Which, follows
 // from the call's types, alignment and shapes and from the chip (attn_choice.hpp).
 #include "attn_choice.hpp"
 #include "launch.hpp"
@@ -90,6 +91,9 @@ int32_t enqueue(const Session& session, const kdt_verify_attn_params& p, void* w
   const AttnCall call = {p, *p.cache, p.tree != nullptr ? *p.tree : kdt_tree{}};
   KDT_TRY(launch_kernel<0>(session, "verify_attn, numbers", prepare, p.batch_size, kThreads, After::kFinished, p,
                            call.cache, call.tree, requests));
+  if (takes_wgmma(session.context(), p)) {
+    if (const std::optional<int32_t> done = enqueue_wgmma(session, call, requests, scratch)) return *done;
+  }
   return takes_mma(session.context(), p) ? enqueue_mma(session, call, requests, scratch)
                                          : enqueue_plain(session, call, requests, scratch);
 }

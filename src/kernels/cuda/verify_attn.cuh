@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "../cache.hpp"
 #include "common.cuh"
@@ -91,5 +92,10 @@ int32_t enqueue_plain(const Session& session, const AttnCall& call, const AttnRe
 // verify_attn_mma.cu: warp-wide matrix products, 16-bit types.
 size_t mma_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p);
 int32_t enqueue_mma(const Session& session, const AttnCall& call, const AttnRequest* requests, void* workspace);
+
+// verify_attn_wgmma.cu: the same on Hopper, in the workspace of verify_attn_mma.cu. Nothing where the driver cannot
+// describe the cache to the copy engine.
+std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& call, const AttnRequest* requests,
+                                     void* workspace);
 
 }  // namespace kdt::cuda

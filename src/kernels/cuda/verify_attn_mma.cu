@@ -41,161 +41,25 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attn_choice.hpp"
-#include "launch.hpp"
 #include "mma.cuh"
-#include "verify_attn.cuh"
+#include "verify_attn_parts.cuh"
 
 namespace kdt::cuda {
 namespace {
 
-constexpr int32_t kTile = 64;  // query rows a block
 constexpr int32_t kGroups = 2, kGroupRows = kTile / kGroups;
 constexpr int32_t kStages = 2;  // blocks in flight or in use
 constexpr int32_t kBlock = 32;  // cache rows a step
 constexpr int32_t kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int32_t kWarps = kGroups * kGroupWarps, kThreads = kWarps * kWarpSize;
-constexpr int32_t kRowBytes = kQkDim * 2;
 constexpr int32_t kStageBytes = kBlock * kRowBytes;
 constexpr int32_t kQSteps = kQkDim / 16 / 2;           // 16-column steps of the first product, a warp
 constexpr int32_t kQShared = 3;                        // of them in shared memory instead of registers
 constexpr int32_t kVSteps = kVDim / 16 / kGroupWarps;  // 16-column pieces of the second's result, a warp
-constexpr int32_t kMaxMasked = (KDT_MAX_BUDGET + 1 + kBlock - 1) / kBlock + 1;  // blocks that reach into the tree
-constexpr float kLazyMax = 8.0f;  // how far a maximum may rise, in base 2, before it is followed
-constexpr int32_t kCombineThreads = kVDim / 4;
+using TheBlocks = Blocks<kBlock, false>;
+using Work = WorkOf<TheBlocks>;
+constexpr int32_t kMaxMasked = TheBlocks::kMaxMasked;
 constexpr int32_t kFoldEvery = 64;  // blocks between foldings of RowState::recent into weight
-
-// What the softmax of a query row has come to. Scores of -inf alone leave max at -inf and weights of 0.
-struct RowState {
-  float max;     // of the scores before the scale, or a little less (kLazyMax)
-  float weight;  // sum of 2^(kUnit + (score - max) scale), scale in base 2
-  float recent;  // weights that are not in `weight` yet, so that float32 sums stay short
-  int32_t seen;  // the query saw a row
-
-  // What is subtracted from scores.
-  __device__ float base() const { return max == negative_infinity() ? 0.0f : max; }
-};
-
-// Weights are up to 2^(kUnit + kLazyMax). float16 has room above 1 and too little below it: a long tail of small
-// weights beside a large one would be lost.
-template <class T>
-inline constexpr float kUnit = __is_same(T, __half) ? 7.0f : 0.0f;
-
-// Of scores, in base 2; the sign is the queries'.
-__device__ float scale_of(const kdt_verify_attn_params& p) { return fabsf(p.scale) * 1.4426950408889634f; }
-
-// As store_lse() takes it; `one` is what a weight of 1 counts as.
-__device__ State in_base_e(const kdt_verify_attn_params& p, double weight, float max, int32_t seen, float one) {
-  return {weight / static_cast<double>(one), max * fabsf(p.scale), seen};
-}
-
-struct Partial {
-  float values[kTile][kVDim];  // weighted sums
-  RowState states[kTile];
-};
-
-// ---- the plan ----------------------------------------------------------------------------------------
-
-// Blocks of cache rows of a request.
-__device__ int32_t blocks_of(const AttnRequest& r) {
-  if (r.node_count == 0) return 0;
-  return static_cast<int32_t>((int64_t{r.prefix_len} - r.kv_start + r.node_count + kBlock - 1) / kBlock);
-}
-
-// a / b of numbers >= 0, of which most are small.
-__device__ int64_t quotient(int64_t a, int64_t b) {
-  return ((a | b) >> 32) == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
-}
-
-// All work as one line of blocks, tile by tile and in each request by request, cut into parts. A thread block takes
-// the part part_of(its number): neighbours have neighbouring parts, or, in step, the same part of neighbouring
-// tiles.
-struct Cut {
-  int64_t blocks;  // of one tile, over all requests
-  int64_t parts;
-  int64_t tiles;
-  bool in_step;
-
-  Cut() = default;
-  __device__ Cut(int64_t blocks, int64_t tiles, int64_t most_parts) : blocks(blocks), tiles(tiles), in_step(false) {
-    const int64_t in_column = max(int64_t{1}, min(quotient(most_parts, tiles), blocks / kFewestBlocks));
-    parts = max(int64_t{1}, min(most_parts, blocks * tiles / kFewestBlocks));
-    const int64_t busy = in_column * tiles;
-    if (blocks * kStageBytes > kInStepBytes && busy <= most_parts &&
-        static_cast<double>(busy) >= (1.0 - kMostIdle) * static_cast<double>(most_parts)) {
-      in_step = true;
-      parts = busy;
-    }
-  }
-  __device__ int64_t part_of(int64_t block) const {
-    if (!in_step) return block;
-    const int64_t row = quotient(block, tiles);
-    return (block - row * tiles) * quotient(parts, tiles) + row;
-  }
-  __device__ int64_t begin(int64_t part) const { return quotient(part * (blocks * tiles), parts); }
-  __device__ int64_t part_with(int64_t at) const { return quotient((at + 1) * parts - 1, blocks * tiles); }
-};
-
-// ---- a block of cache rows ---------------------------------------------------------------------------
-
-// What query i sees of the 32 cache rows from slot j0 on; negative slots are the prefix.
-__device__ uint32_t seen_bits(const kdt_tree& tree, int64_t b, int32_t i, int32_t j0, int32_t node_count) {
-  if (j0 <= -kBlock) return ~0u;
-  const int32_t from = max(j0, 0), shift = from % 64;
-  uint64_t word = tree_mask(tree, b, i, from - shift, node_count) >> shift;
-  if (shift > 64 - kBlock) word |= tree_mask(tree, b, i, from - shift + 64, node_count) << (64 - shift);
-  const uint32_t bits = static_cast<uint32_t>(word);
-  return j0 >= 0 ? bits : bits << -j0 | ((1u << -j0) - 1);
-}
-
-// row_offset() in two steps, with a shift for the division: the page of a logical row, -1 where there is none, ...
-__device__ int32_t page_of(const kdt_kv_cache& cache, int32_t page_shift, int64_t b, int64_t row) {
-  if (cache.block_table == nullptr) return row < cache.page_size ? static_cast<int32_t>(b) : -1;
-  const int64_t column = row >> page_shift;
-  if (column >= cache.max_pages) return -1;
-  const int32_t page = cache.block_table[b * cache.block_table_stride + column];
-  return page < cache.num_pages ? page : -1;
-}
-// ... and the row's place in the cache, negative where there is none.
-__device__ int64_t place_in_page(const kdt_kv_cache& cache, int32_t page, int64_t row) {
-  if (page < 0) return -1;
-  if (cache.block_table != nullptr) row &= cache.page_size - 1;
-  return page * cache.page_stride + row * cache.row_stride;
-}
-
-// A tile's part of a request. In shared memory, since registers are full.
-struct Work {
-  AttnRequest request;
-  int32_t request_blocks;
-  int32_t first, end;    // blocks
-  int32_t first_masked;  // blocks from here on reach into the tree
-  int32_t tile;
-  int64_t b;
-  int64_t offset;    // blocks of requests before it
-  int64_t position;  // of the first block in the line
-
-  // `at` and `line_end` are positions in the line, `offset` is set.
-  __device__ void set(const AttnRequest& of, int64_t request_index, const Cut& cut, int64_t at, int64_t line_end) {
-    request = of;
-    request_blocks = blocks_of(of);
-    b = request_index;
-    tile = static_cast<int32_t>(quotient(at, cut.blocks));
-    position = at;
-    first = static_cast<int32_t>(at - tile * cut.blocks - offset);
-    end = static_cast<int32_t>(min(line_end - at + first, int64_t{request_blocks}));
-    first_masked = min(max((request.prefix_len - request.kv_start) / kBlock, first), end);
-  }
-  // The blocks that some query row of the tile sees, one after another: those before first_masked, then
-  // Shared::wanted.
-  int32_t unmasked, count;
-
-  __device__ bool whole() const { return first == 0 && end == request_blocks; }
-  __device__ int32_t node_rows(int32_t num_heads) const { return request.node_count * num_heads; }
-  __device__ int64_t first_row(int32_t block) const { return int64_t{request.kv_start} + int64_t{block} * kBlock; }
-  __device__ int32_t first_slot(int32_t block) const {
-    return static_cast<int32_t>(first_row(block) - request.prefix_len);
-  }
-};
 
 // What load_block() needs of it.
 struct alignas(16) Loading {
@@ -236,7 +100,7 @@ struct Shared {
 __device__ int64_t count_blocks(Shared& s, const AttnRequest* requests, int64_t batch_size) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   int64_t blocks = 0;
-  for (int64_t b = thread; b < batch_size; b += kThreads) blocks += blocks_of(requests[b]);
+  for (int64_t b = thread; b < batch_size; b += kThreads) blocks += TheBlocks::count(requests[b]);
   for (int step = kWarpSize / 2; step > 0; step /= 2) blocks += __shfl_xor_sync(kAllLanes, blocks, step);
   if (thread % kWarpSize == 0) s.sums[thread / kWarpSize] = blocks;
   __syncthreads();
@@ -255,7 +119,7 @@ __device__ void find_first_work(Shared& s, const AttnRequest* requests, int64_t 
   int64_t before = 0;
   for (int64_t first = 0; first < batch_size; first += kThreads) {
     const int64_t b = first + thread;
-    const int64_t own = b < batch_size ? blocks_of(requests[b]) : 0;
+    const int64_t own = b < batch_size ? TheBlocks::count(requests[b]) : 0;
     int64_t sum = own;
     for (int step = 1; step < kWarpSize; step *= 2) {
       const int64_t other = __shfl_up_sync(kAllLanes, sum, step);
@@ -279,29 +143,6 @@ __device__ void find_first_work(Shared& s, const AttnRequest* requests, int64_t 
     before += all;
   }
   if (offsets != nullptr && thread == 0) offsets[batch_size] = cut.blocks;
-}
-
-// Turns a piece of work into the next one, which is in the next request that has blocks. False when there is none.
-// One warp.
-__device__ bool next_work(Work& w, const AttnRequest* requests, int64_t batch_size, const Cut& cut,
-                          int64_t line_end) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-  const int64_t position = w.position + (w.end - w.first);
-  if (position >= line_end) return false;
-  int64_t offset = w.offset + w.request_blocks, b = w.b + 1;  // the piece before this one ended its request
-  if (offset == cut.blocks) offset = b = 0;                   // and its tile
-  for (unsigned lanes = 0;; b += kWarpSize) {
-    lanes = __ballot_sync(kAllLanes, b + lane < batch_size && blocks_of(requests[b + lane]) > 0);
-    if (lanes == 0) continue;
-    b += __ffs(static_cast<int>(lanes)) - 1;
-    break;
-  }
-  __syncwarp();
-  if (lane == 0) {
-    w.offset = offset;
-    w.set(requests[b], b, cut, position, line_end);
-  }
-  return true;
 }
 
 // A thread's place: its warp in the group, its row and column in the fragments (mma.cuh).
@@ -365,7 +206,7 @@ __device__ int32_t block_at(const Shared& s, int32_t i) {
 
 // What the query row of a lane's softmax sees of a masked block. One warp.
 __device__ uint32_t mask_of(const Shared& s, const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
-                            const kdt_tree& tree, int32_t page_shift, const Place& at, int32_t block) {
+                            const kdt_tree& tree, const Place& at, int32_t block) {
   const Work& w = s.work;
   const int32_t row = w.tile * kTile + at.group * kGroupRows + at.warp * 8 + at.g;
   uint32_t mask = 0;
@@ -373,7 +214,7 @@ __device__ uint32_t mask_of(const Shared& s, const kdt_verify_attn_params& p, co
     mask = seen_bits(tree, w.b, row / p.num_heads, w.first_slot(block), w.request.node_count);
   }
   if (w.request.lacks_rows != 0) {
-    mask &= __ballot_sync(kAllLanes, page_of(cache, page_shift, w.b, w.first_row(block) + at.lane) >= 0);
+    mask &= __ballot_sync(kAllLanes, row_offset(cache, w.b, w.first_row(block) + at.lane) >= 0);
   }
   return mask;
 }
@@ -417,15 +258,6 @@ __device__ void load_block(uint32_t memory, const Where& where, int32_t i, uint3
     }
   }
   arrive_after_copies(full);
-}
-
-// Of a pair of 16-bit values those that are finite, and 0 for the others.
-template <class T>
-__device__ uint32_t finite_or_zero(uint32_t pair) {
-  constexpr uint32_t kExponent = __is_same(T, __nv_bfloat16) ? 0x7f80u : 0x7c00u;
-  if ((pair & kExponent) == kExponent) pair &= 0xffff0000u;
-  if ((pair >> 16 & kExponent) == kExponent) pair &= 0xffffu;
-  return pair;
 }
 
 // This thread's share of the search of a group for a NaN or infinity in a block.
@@ -479,58 +311,6 @@ __device__ void add_values(uint32_t weights_at, uint32_t values_at, Results& res
   }
 }
 
-__device__ void store_pair(const kdt_verify_attn_params& p, int64_t index, float low, float high, bool aligned) {
-  if (p.out_dtype == KDT_F32) {
-    float* out = static_cast<float*>(p.out) + index;
-    if (aligned) {
-      *reinterpret_cast<float2*>(out) = make_float2(low, high);
-    } else {
-      out[0] = low;
-      out[1] = high;
-    }
-    return;
-  }
-  const uint32_t packed = p.out_dtype == KDT_F16 ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
-  uint16_t* out = static_cast<uint16_t*>(p.out) + index;
-  if (aligned) {
-    *reinterpret_cast<uint32_t*>(out) = packed;
-  } else {
-    out[0] = static_cast<uint16_t>(packed);
-    out[1] = static_cast<uint16_t>(packed >> 16);
-  }
-}
-
-// One group: writes NaN into its results (in `partial`, or the final ones) where a query sees a NaN or infinity in
-// a masked block. What is slow here is rare.
-template <class T>
-__device__ __noinline__ void poison(const Shared& s, const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
-                                    const kdt_tree& tree, int32_t page_shift, int32_t group, Partial* partial) {
-  const Work& w = s.work;
-  const int32_t group_row = w.tile * kTile + group * kGroupRows;
-  for (int32_t block = w.request.lacks_rows != 0 ? w.first : w.first_masked; block < w.end; ++block) {
-    const uint32_t wanted = block < w.first_masked ? ~0u : s.unions[block - w.first_masked];
-    for (int32_t r = 0; r < kBlock; ++r) {
-      const int64_t row = w.first_row(block) + r;
-      const int64_t place =
-          (wanted >> r & 1) != 0 ? place_in_page(cache, page_of(cache, page_shift, w.b, row), row) : -1;
-      if (place < 0) continue;
-      for (int32_t d = static_cast<int32_t>(threadIdx.x) % kGroupThreads; d < kVDim; d += kGroupThreads) {
-        const float value = to_float(static_cast<const T*>(cache.data)[place + d]);
-        if (isfinite(value)) continue;
-        for (int32_t i = 0; i < kGroupRows && group_row + i < w.node_rows(p.num_heads); ++i) {
-          const int32_t query = (group_row + i) / p.num_heads;
-          if ((seen_bits(tree, w.b, query, w.first_slot(block), w.request.node_count) >> r & 1) == 0) continue;
-          if (partial != nullptr) {
-            partial->values[group * kGroupRows + i][d] = quiet_nan();
-          } else {
-            store_out(p, out_index(p, w.b, query, (group_row + i) % p.num_heads) + d, quiet_nan());
-          }
-        }
-      }
-    }
-  }
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ kdt_verify_attn_params p, const __grid_constant__ kdt_kv_cache cache,
@@ -555,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return;
   }
-  const Cut cut(blocks_in_all, tiles, gridDim.x);
+  const Cut cut(blocks_in_all, kBlock, tiles, gridDim.x);
   const bool working = blockIdx.x < cut.parts;
   const int64_t part = working ? cut.part_of(blockIdx.x) : 0;
   if (working || blockIdx.x == 0) {
@@ -681,7 +461,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           uint32_t mask = ~0u;
           if (masked) {
-            mask = mask_of(s, p, cache, tree, where.page_shift, at, block_at(s, i));
+            mask = mask_of(s, p, cache, tree, at, block_at(s, i));
 #pragma unroll
             for (int32_t k = 0; k < 8; ++k) {
               if ((mask >> (k / 2 * 8 + at.t * 2 + k % 2) & 1) == 0) scores[k] = negative_infinity();
@@ -814,7 +594,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (poisoned) {
       sync_part<kGroupThreads>(1 + at.group);  // the results are there
-      poison<T>(s, p, cache, tree, where.page_shift, at.group, partial);
+      poison<T, kGroupThreads>(w, w.request.lacks_rows != 0 ? w.first : w.first_masked, p, cache, tree,
+                               at.group * kGroupRows, kGroupRows, thread % kGroupThreads, partial);
     }
 
     // ---- on to the next request that has rows
@@ -826,81 +607,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   trigger_dependents();
 }
 
-// ---- combine -----------------------------------------------------------------------------------------
-
-// A block a query row: joins the parts of rows whose tile was cut, and writes those of requests without rows. A
-// thread has four neighbouring columns; every warp works out the parts' factors, a lane a part, for itself.
-__global__ void __launch_bounds__(kCombineThreads)
-    combine(const __grid_constant__ kdt_verify_attn_params p, const int64_t* offsets, const Partial* partials,
-            int64_t tiles, int64_t most_parts, float one) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kWarpSize;
-  const int32_t query_rows = p.num_queries * p.num_heads;
-  wait_for_primary();
-  const Cut cut(max(offsets[p.batch_size], int64_t{1}), tiles, most_parts);
-  const float scale = scale_of(p);
-  const int64_t rows = int64_t{p.batch_size} * query_rows;
-  for (int64_t item = blockIdx.x; item < rows; item += gridDim.x) {
-    const int64_t b = quotient(item, query_rows);
-    const int32_t row = static_cast<int32_t>(item - b * query_rows), tile_row = row % kTile;
-    const int64_t begin = offsets[b], end = offsets[b + 1], line = row / kTile * cut.blocks;
-    int64_t first_part = 0, last_part = -1;
-    if (begin < end) {
-      first_part = cut.part_with(line + begin);
-      last_part = cut.part_with(line + end - 1);
-      if (first_part == last_part) continue;  // attend has written it
-    }
-    // The first part begins with other work or with this, the others with this.
-    const auto partial_of = [&](int64_t part) -> const Partial& {
-      return partials[part * 2 + (part == first_part ? 1 : 0)];
-    };
-    float top = negative_infinity();
-    for (int64_t part = first_part + lane; part <= last_part; part += kWarpSize) {
-      top = fmaxf(top, partial_of(part).states[tile_row].max);
-    }
-#pragma unroll
-    for (int step = kWarpSize / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
-
-    float4 sums = {};
-    double total = 0.0;
-    int32_t any_seen = 0;
-    for (int64_t base = first_part; base <= last_part; base += kWarpSize) {
-      RowState state = {negative_infinity(), 0.0f, 0.0f, 0};
-      if (base + lane <= last_part) state = partial_of(base + lane).states[tile_row];
-      const float factor = state.max == top ? 1.0f : exp2_approx((state.max - top) * scale);
-      const unsigned seen = __ballot_sync(kAllLanes, state.seen != 0);
-      double weight = state.seen != 0 ? static_cast<double>(factor) * static_cast<double>(state.weight) : 0.0;
-#pragma unroll
-      for (int step = kWarpSize / 2; step > 0; step /= 2) weight += __shfl_xor_sync(kAllLanes, weight, step);
-      total += weight;
-      any_seen |= seen != 0;
-      const int32_t count = static_cast<int32_t>(min(last_part - base + 1, int64_t{kWarpSize}));
-#pragma unroll 6
-      for (int32_t i = 0; i < count; ++i) {
-        const float its_factor = __shfl_sync(kAllLanes, factor, i);
-        const float4 four = *reinterpret_cast<const float4*>(&partial_of(base + i).values[tile_row][thread * 4]);
-        if ((seen >> i & 1) == 0) continue;  // what is there may be NaN
-        sums = make_float4(fmaf(its_factor, four.x, sums.x), fmaf(its_factor, four.y, sums.y),
-                           fmaf(its_factor, four.z, sums.z), fmaf(its_factor, four.w, sums.w));
-      }
-    }
-    const int32_t query = row / p.num_heads, head = row % p.num_heads;
-    const float factor = normalizer({total, top, any_seen});
-    const int64_t at = out_index(p, b, query, head) + thread * 4;
-    store_out(p, at, sums.x * factor);
-    store_out(p, at + 1, sums.y * factor);
-    store_out(p, at + 2, sums.z * factor);
-    store_out(p, at + 3, sums.w * factor);
-    if (thread == 0) store_lse(p, b, query, head, in_base_e(p, total, top, any_seen, one));
-  }
-}
-
 // ---- launching ---------------------------------------------------------------------------------------
-
-int64_t tiles_of(const kdt_verify_attn_params& p) {
-  return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
-}
-
-size_t offsets_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(batch_size + 1) * sizeof(int64_t)); }
 
 Where where_of(const kdt_kv_cache& cache) {
   Where where = {static_cast<const uint4*>(cache.data), cache.block_table, cache.block_table_stride};
@@ -919,12 +626,9 @@ template <class T>
 int32_t launch_attend(const Session& session, const AttnCall& call, const AttnRequest* requests, int64_t* offsets,
                       Partial* partials) {
   const kdt_verify_attn_params& p = call.p;
-  const int64_t unit = p.out_dtype == KDT_F32 ? 8 : 4;  // bytes of two values
-  const bool out_pairs = reinterpret_cast<uintptr_t>(p.out) % static_cast<uintptr_t>(unit) == 0 &&
-                         p.out_head_stride % 2 == 0 && p.out_row_stride % 2 == 0 && p.out_stride % 2 == 0;
   return launch_kernel<sizeof(Shared)>(session, "verify_attn", attend<T>, session.context().multiprocessors,
                                        kThreads, After::kTriggered, p, call.cache, call.tree, requests, offsets,
-                                       partials, tiles_of(p), where_of(call.cache), out_pairs);
+                                       partials, tiles_of(p), where_of(call.cache), pairs_are_aligned(p));
 }
 
 }  // namespace
@@ -942,16 +646,10 @@ size_t mma_workspace_size(const kdt_context& context, const kdt_verify_attn_para
 
 int32_t enqueue_mma(const Session& session, const AttnCall& call, const AttnRequest* requests, void* workspace) {
   const kdt_verify_attn_params& p = call.p;
-  const kdt_context& context = session.context();
-  int64_t* offsets = static_cast<int64_t*>(workspace);
-  Partial* partials = reinterpret_cast<Partial*>(static_cast<std::byte*>(workspace) + offsets_bytes(p.batch_size));
+  const Scratch scratch = scratch_of(workspace, p.batch_size);
   const auto start = p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
-  KDT_TRY(start(session, call, requests, offsets, partials));
-  const int64_t rows = int64_t{p.batch_size} * p.num_queries * p.num_heads;
-  return launch_kernel<0>(session, "verify_attn, parts", combine,
-                          std::min<int64_t>(rows, context.multiprocessors * int64_t{16}), kCombineThreads,
-                          After::kTriggered, p, offsets, partials, tiles_of(p), context.multiprocessors,
-                          std::exp2(p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>));
+  KDT_TRY(start(session, call, requests, scratch.offsets, scratch.partials));
+  return enqueue_combine(session, p, scratch, kBlock);
 }
 
 }  // namespace kdt::cuda

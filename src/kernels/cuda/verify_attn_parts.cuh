@@ -1,0 +1,283 @@
+// What verify_attn's tensor-core kernels share: the plan that cuts all work into a part for each multiprocessor,
+// what a query sees of a block of cache rows, partial results and how they are joined.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "attn_choice.hpp"
+#include "launch.hpp"
+#include "mma.cuh"
+#include "verify_attn.cuh"
+
+namespace kdt::cuda {
+
+inline constexpr int32_t kTile = 64;  // query rows a thread block works on, query-major, head-minor
+inline constexpr int32_t kRowBytes = kQkDim * 2;
+inline constexpr float kLazyMax = 8.0f;  // how far a maximum may rise, in base 2, before it is followed
+
+// ---- softmax -----------------------------------------------------------------------------------------
+
+// What the softmax of a query row has come to. Scores of -inf alone leave max at -inf and weights of 0.
+struct RowState {
+  float max;     // of the scores before the scale, or a little less (kLazyMax)
+  float weight;  // sum of 2^(kUnit + (score - max) scale), scale in base 2
+  float recent;  // weights that are not in `weight` yet, so that float32 sums stay short
+  int32_t seen;  // the query saw a row
+
+  // What is subtracted from scores.
+  __device__ float base() const { return max == negative_infinity() ? 0.0f : max; }
+};
+
+// Weights are up to 2^(kUnit + kLazyMax). float16 has room above 1 and too little below it: a long tail of small
+// weights beside a large one would be lost.
+template <class T>
+inline constexpr float kUnit = __is_same(T, __half) ? 7.0f : 0.0f;
+
+// Of scores, in base 2; the sign is the queries'.
+__device__ inline float scale_of(const kdt_verify_attn_params& p) { return fabsf(p.scale) * 1.4426950408889634f; }
+
+// As store_lse() takes it; `one` is what a weight of 1 counts as.
+__device__ inline State in_base_e(const kdt_verify_attn_params& p, double weight, float max, int32_t seen,
+                                  float one) {
+  return {weight / static_cast<double>(one), max * fabsf(p.scale), seen};
+}
+
+// Of a tile that was cut.
+struct Partial {
+  float values[kTile][kVDim];  // weighted sums
+  RowState states[kTile];
+};
+
+// ---- the plan ----------------------------------------------------------------------------------------
+
+// How a kernel cuts a request's cache rows into blocks of kRows: from kv_start on or, aligned, from the multiple of
+// kRows before it.
+template <int32_t kBlockRows, bool kAligned>
+struct Blocks {
+  static constexpr int32_t kRows = kBlockRows;
+  static constexpr int32_t kMaxMasked = (KDT_MAX_BUDGET + 1 + kRows - 1) / kRows + 1;  // that reach into the tree
+
+  __device__ static int64_t start(const AttnRequest& r) {
+    return kAligned ? r.kv_start / kRows * kRows : r.kv_start;
+  }
+  __device__ static int32_t count(const AttnRequest& r) {
+    if (r.node_count == 0) return 0;
+    return static_cast<int32_t>((r.prefix_len - start(r) + r.node_count + kRows - 1) / kRows);
+  }
+};
+
+// a / b of numbers >= 0, of which most are small.
+__device__ inline int64_t quotient(int64_t a, int64_t b) {
+  return ((a | b) >> 32) == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+}
+
+// All work as one line of blocks, tile by tile and in each request by request, cut into parts. A thread block takes
+// the part part_of(its number): neighbours have neighbouring parts, or, in step, the same part of neighbouring
+// tiles.
+struct Cut {
+  int64_t blocks;  // of one tile, over all requests
+  int64_t parts;
+  int64_t tiles;
+  bool in_step;
+
+  Cut() = default;
+  __device__ Cut(int64_t blocks, int32_t block_rows, int64_t tiles, int64_t most_parts)
+      : blocks(blocks), tiles(tiles), in_step(false) {
+    const int64_t in_column = max(int64_t{1}, min(quotient(most_parts, tiles), blocks / kFewestBlocks));
+    parts = max(int64_t{1}, min(most_parts, blocks * tiles / kFewestBlocks));
+    const int64_t busy = in_column * tiles;
+    if ((block_rows == 64 || blocks * block_rows * kRowBytes > kInStepBytes) && busy <= most_parts &&
+        static_cast<double>(busy) >= (1.0 - kMostIdle) * static_cast<double>(most_parts)) {
+      in_step = true;
+      parts = busy;
+    }
+  }
+  __device__ int64_t part_of(int64_t block) const {
+    if (!in_step) return block;
+    const int64_t row = quotient(block, tiles);
+    return (block - row * tiles) * quotient(parts, tiles) + row;
+  }
+  __device__ int64_t begin(int64_t part) const { return quotient(part * (blocks * tiles), parts); }
+  __device__ int64_t part_with(int64_t at) const { return quotient((at + 1) * parts - 1, blocks * tiles); }
+};
+
+// A tile's part of a request. In shared memory, since registers are full.
+template <class TheBlocks>
+struct WorkOf {
+  AttnRequest request;
+  int32_t request_blocks;
+  int32_t first, end;    // blocks
+  int32_t first_masked;  // blocks from here on reach into the tree
+  int32_t tile;
+  int64_t b;
+  int64_t offset;    // blocks of requests before it
+  int64_t position;  // of the first block in the line
+
+  // `at` and `line_end` are positions in the line, `offset` is set.
+  __device__ void set(const AttnRequest& of, int64_t request_index, const Cut& cut, int64_t at, int64_t line_end) {
+    request = of;
+    request_blocks = TheBlocks::count(of);
+    b = request_index;
+    tile = static_cast<int32_t>(quotient(at, cut.blocks));
+    position = at;
+    first = static_cast<int32_t>(at - tile * cut.blocks - offset);
+    end = static_cast<int32_t>(min(line_end - at + first, int64_t{request_blocks}));
+    const int64_t of_prefix = (request.prefix_len - TheBlocks::start(of)) / TheBlocks::kRows;
+    first_masked = min(max(static_cast<int32_t>(of_prefix), first), end);
+  }
+  // The blocks that some query row of the tile sees, one after another: those before first_masked, then
+  // the wanted ones of the masked blocks.
+  int32_t unmasked, count;
+
+  __device__ bool whole() const { return first == 0 && end == request_blocks; }
+  __device__ int32_t node_rows(int32_t num_heads) const { return request.node_count * num_heads; }
+  __device__ int64_t first_row(int32_t block) const {
+    return TheBlocks::start(request) + int64_t{block} * TheBlocks::kRows;
+  }
+  __device__ int32_t first_slot(int32_t block) const {
+    return static_cast<int32_t>(first_row(block) - request.prefix_len);
+  }
+};
+
+// Turns a piece of work into the next one, which is in the next request that has blocks. False when there is none.
+// One warp.
+template <class TheBlocks>
+__device__ bool next_work(WorkOf<TheBlocks>& w, const AttnRequest* requests, int64_t batch_size, const Cut& cut,
+                          int64_t line_end) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
+  const int64_t position = w.position + (w.end - w.first);
+  if (position >= line_end) return false;
+  int64_t offset = w.offset + w.request_blocks, b = w.b + 1;  // the piece before this one ended its request
+  if (offset == cut.blocks) offset = b = 0;                   // and its tile
+  for (unsigned lanes = 0;; b += kWarpSize) {
+    lanes = __ballot_sync(kAllLanes, b + lane < batch_size && TheBlocks::count(requests[b + lane]) > 0);
+    if (lanes == 0) continue;
+    b += __ffs(static_cast<int>(lanes)) - 1;
+    break;
+  }
+  __syncwarp();
+  if (lane == 0) {
+    w.offset = offset;
+    w.set(requests[b], b, cut, position, line_end);
+  }
+  return true;
+}
+
+// ---- what a query sees -------------------------------------------------------------------------------
+
+// What query i sees of the 32 cache rows from slot j0 on; negative slots are the prefix.
+__device__ inline uint32_t seen_bits(const kdt_tree& tree, int64_t b, int32_t i, int32_t j0, int32_t node_count) {
+  if (j0 <= -32) return ~0u;
+  const int32_t from = max(j0, 0), shift = from % 64;
+  uint64_t word = tree_mask(tree, b, i, from - shift, node_count) >> shift;
+  if (shift > 32) word |= tree_mask(tree, b, i, from - shift + 64, node_count) << (64 - shift);
+  const uint32_t bits = static_cast<uint32_t>(word);
+  return j0 >= 0 ? bits : bits << -j0 | ((1u << -j0) - 1);
+}
+
+// ---- values that are no numbers ----------------------------------------------------------------------
+
+// A masked entry has weight 0, and 0 * NaN is NaN. So where a masked block holds a NaN or infinity that counts as 0
+// in the products, and poison() then writes NaN where a query sees one: its weight is NaN, or 0 for a score of
+// -inf, so NaN is what the product would have given.
+
+// Of a pair of 16-bit values those that are finite, and 0 for the others.
+template <class T>
+__device__ uint32_t finite_or_zero(uint32_t pair) {
+  constexpr uint32_t kExponent = __is_same(T, __nv_bfloat16) ? 0x7f80u : 0x7c00u;
+  if ((pair & kExponent) == kExponent) pair &= 0xffff0000u;
+  if ((pair >> 16 & kExponent) == kExponent) pair &= 0xffffu;
+  return pair;
+}
+
+// kThreads threads, of which this is number `thread`: write NaN into the results of `rows` query rows of the tile
+// from `first` on (in `partial`, or the final ones) where a query sees a NaN or infinity in a masked block from
+// `first_block` on. What is slow here is rare.
+template <class T, int32_t kThreads, class TheBlocks>
+__device__ __noinline__ void poison(const WorkOf<TheBlocks>& w, int32_t first_block,
+                                    const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
+                                    const kdt_tree& tree, int32_t first, int32_t rows, int32_t thread,
+                                    Partial* partial) {
+  const int32_t tile_row = w.tile * kTile + first;
+  for (int32_t block = first_block; block < w.end; ++block) {
+    for (int32_t r = 0; r < TheBlocks::kRows; ++r) {
+      const int64_t row = w.first_row(block) + r;
+      if (row < w.request.kv_start || row >= int64_t{w.request.prefix_len} + w.request.node_count) continue;
+      const int64_t place = row_offset(cache, w.b, row);
+      if (place < 0) continue;
+      const int32_t slot = w.first_slot(block) + r;
+      for (int32_t i = 0; i < rows && tile_row + i < w.node_rows(p.num_heads); ++i) {
+        const int32_t query = (tile_row + i) / p.num_heads;
+        const bool sees =
+            slot < 0 || (tree_mask(tree, w.b, query, slot / 64 * 64, w.request.node_count) >> slot % 64 & 1) != 0;
+        if (!sees) continue;
+        for (int32_t d = thread; d < kVDim; d += kThreads) {
+          if (isfinite(to_float(static_cast<const T*>(cache.data)[place + d]))) continue;
+          if (partial != nullptr) {
+            partial->values[first + i][d] = quiet_nan();
+          } else {
+            store_out(p, out_index(p, w.b, query, (tile_row + i) % p.num_heads) + d, quiet_nan());
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- results -----------------------------------------------------------------------------------------
+
+__device__ inline void store_pair(const kdt_verify_attn_params& p, int64_t index, float low, float high,
+                                  bool aligned) {
+  if (p.out_dtype == KDT_F32) {
+    float* out = static_cast<float*>(p.out) + index;
+    if (aligned) {
+      *reinterpret_cast<float2*>(out) = make_float2(low, high);
+    } else {
+      out[0] = low;
+      out[1] = high;
+    }
+    return;
+  }
+  const uint32_t packed = p.out_dtype == KDT_F16 ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
+  uint16_t* out = static_cast<uint16_t*>(p.out) + index;
+  if (aligned) {
+    *reinterpret_cast<uint32_t*>(out) = packed;
+  } else {
+    out[0] = static_cast<uint16_t>(packed);
+    out[1] = static_cast<uint16_t>(packed >> 16);
+  }
+}
+
+// Whether store_pair() may write both values at once.
+inline bool pairs_are_aligned(const kdt_verify_attn_params& p) {
+  const uintptr_t bytes = p.out_dtype == KDT_F32 ? 8 : 4;
+  return reinterpret_cast<uintptr_t>(p.out) % bytes == 0 && p.out_head_stride % 2 == 0 &&
+         p.out_row_stride % 2 == 0 && p.out_stride % 2 == 0;
+}
+
+// ---- the host side -----------------------------------------------------------------------------------
+
+inline int64_t tiles_of(const kdt_verify_attn_params& p) {
+  return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
+}
+
+// The scratch of both kernels: the blocks before each request and, after the last, of all; then two partial results
+// a part.
+struct Scratch {
+  int64_t* offsets;
+  Partial* partials;
+};
+size_t offsets_bytes(int64_t batch_size);
+inline Scratch scratch_of(void* workspace, int64_t batch_size) {
+  std::byte* begin = static_cast<std::byte*>(workspace);
+  return {reinterpret_cast<int64_t*>(begin), reinterpret_cast<Partial*>(begin + offsets_bytes(batch_size))};
+}
+
+// Launches the kernel that joins the parts of rows whose tile was cut and writes those of requests without rows,
+// after one that was launched on as many blocks as there are multiprocessors.
+int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
+                        int32_t block_rows);
+
+}  // namespace kdt::cuda
