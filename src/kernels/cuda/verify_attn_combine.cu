@@ -1,8 +1,8 @@
 // verify_attn's last kernel: joins what the parts of a tile's cache rows have come to (verify_attn_parts.cuh), in
 // their order, so that results have the same bits every time.
 //
-// Limits: none of its own. Reads 2 KB a query row and part; with the parts of one call some 30 MB at most, which
-// the L2 cache holds.
+// Limits: none of its own. Reads 4 KB a pair of query rows and part; with the parts of one call some 30 MB at most,
+// which the L2 cache holds.
 #include <cmath>
 
 #include "mma.cuh"
@@ -11,23 +11,26 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int32_t kCombineThreads = kVDim / 4;
+constexpr int32_t kThreads = kVDim / 4;  // twice four of the values of a pair of rows each
+constexpr int32_t kPairs = kTile / 2;
 
-// A block a query row: joins the parts of rows whose tile was cut, and writes those of requests without rows. A
-// thread has four neighbouring columns; every warp works out the parts' factors, a lane a part, for itself.
-__global__ void __launch_bounds__(kCombineThreads)
+// A block a pair of rows of a tile, 8 apart: joins the parts of rows whose tile was cut, and writes those of
+// requests without rows. Every warp works out the parts' factors, a lane a part, for itself.
+__global__ void __launch_bounds__(kThreads)
     combine(const __grid_constant__ kdt_verify_attn_params p, const int64_t* offsets, const Partial* partials,
-            int64_t tiles, int64_t most_parts, int32_t block_rows, float one) {
+            int64_t tiles, int64_t most_parts, int32_t block_rows, float one, bool out_pairs) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kWarpSize;
   const int32_t query_rows = p.num_queries * p.num_heads;
   wait_for_primary();
   const Cut cut(max(offsets[p.batch_size], int64_t{1}), block_rows, tiles, most_parts);
   const float scale = scale_of(p);
-  const int64_t rows = int64_t{p.batch_size} * query_rows;
-  for (int64_t item = blockIdx.x; item < rows; item += gridDim.x) {
-    const int64_t b = quotient(item, query_rows);
-    const int32_t row = static_cast<int32_t>(item - b * query_rows), tile_row = row % kTile;
-    const int64_t begin = offsets[b], end = offsets[b + 1], line = row / kTile * cut.blocks;
+  const int64_t items = int64_t{p.batch_size} * tiles * kPairs;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const int64_t b_tile = quotient(item, kPairs), b = quotient(b_tile, tiles), tile = b_tile - b * tiles;
+    const int32_t pair = static_cast<int32_t>(item - b_tile * kPairs), row = pair / 8 * 16 + pair % 8;
+    const int32_t rows[2] = {row, row + 8};
+    if (tile * kTile + rows[0] >= query_rows) continue;
+    const int64_t begin = offsets[b], end = offsets[b + 1], line = tile * cut.blocks;
     int64_t first_part = 0, last_part = -1;
     if (begin < end) {
       first_part = cut.part_with(line + begin);
@@ -38,44 +41,66 @@ __global__ void __launch_bounds__(kCombineThreads)
     const auto partial_of = [&](int64_t part) -> const Partial& {
       return partials[part * 2 + (part == first_part ? 1 : 0)];
     };
-    float top = negative_infinity();
+    float top[2] = {negative_infinity(), negative_infinity()};
     for (int64_t part = first_part + lane; part <= last_part; part += kWarpSize) {
-      top = fmaxf(top, partial_of(part).states[tile_row].max);
+      for (int32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], partial_of(part).states[rows[h]].max);
     }
 #pragma unroll
-    for (int step = kWarpSize / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
+    for (int step = kWarpSize / 2; step > 0; step /= 2) {
+      for (int32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], __shfl_xor_sync(kAllLanes, top[h], step));
+    }
 
-    float4 sums = {};
-    double total = 0.0;
-    int32_t any_seen = 0;
+    float sums[2][2][2] = {};  // [which four][row][column]
+    double total[2] = {};
+    unsigned any_seen[2] = {};
     for (int64_t base = first_part; base <= last_part; base += kWarpSize) {
-      RowState state = {negative_infinity(), 0.0f, 0.0f, 0};
-      if (base + lane <= last_part) state = partial_of(base + lane).states[tile_row];
-      const float factor = state.max == top ? 1.0f : exp2_approx((state.max - top) * scale);
-      const unsigned seen = __ballot_sync(kAllLanes, state.seen != 0);
-      double weight = state.seen != 0 ? static_cast<double>(factor) * static_cast<double>(state.weight) : 0.0;
+      float factors[2];
+      unsigned seen[2];
 #pragma unroll
-      for (int step = kWarpSize / 2; step > 0; step /= 2) weight += __shfl_xor_sync(kAllLanes, weight, step);
-      total += weight;
-      any_seen |= seen != 0;
+      for (int32_t h = 0; h < 2; ++h) {
+        RowState state = {negative_infinity(), 0.0f, 0.0f, 0};
+        if (base + lane <= last_part) state = partial_of(base + lane).states[rows[h]];
+        factors[h] = state.max == top[h] ? 1.0f : exp2_approx((state.max - top[h]) * scale);
+        seen[h] = __ballot_sync(kAllLanes, state.seen != 0);
+        double weight = state.seen != 0 ? static_cast<double>(factors[h]) * static_cast<double>(state.weight) : 0.0;
+#pragma unroll
+        for (int step = kWarpSize / 2; step > 0; step /= 2) weight += __shfl_xor_sync(kAllLanes, weight, step);
+        total[h] += weight;
+        any_seen[h] |= seen[h];
+      }
       const int32_t count = static_cast<int32_t>(min(last_part - base + 1, int64_t{kWarpSize}));
-#pragma unroll 6
+#pragma unroll 4
       for (int32_t i = 0; i < count; ++i) {
-        const float its_factor = __shfl_sync(kAllLanes, factor, i);
-        const float4 four = *reinterpret_cast<const float4*>(&partial_of(base + i).values[tile_row][thread * 4]);
-        if ((seen >> i & 1) == 0) continue;  // what is there may be NaN
-        sums = make_float4(fmaf(its_factor, four.x, sums.x), fmaf(its_factor, four.y, sums.y),
-                           fmaf(its_factor, four.z, sums.z), fmaf(its_factor, four.w, sums.w));
+        const float upper = __shfl_sync(kAllLanes, factors[0], i), lower = __shfl_sync(kAllLanes, factors[1], i);
+        const float4(*const values)[kWarpSize] = partial_of(base + i).values[pair / 8];
+#pragma unroll
+        for (int32_t n = 0; n < 2; ++n) {
+          const float4 four = values[n * (kThreads / 4) + thread / 4][pair % 8 * 4 + thread % 4];
+          if ((seen[0] >> i & 1) != 0) {  // else what is there may be NaN
+            sums[n][0][0] = fmaf(upper, four.x, sums[n][0][0]);
+            sums[n][0][1] = fmaf(upper, four.y, sums[n][0][1]);
+          }
+          if ((seen[1] >> i & 1) != 0) {
+            sums[n][1][0] = fmaf(lower, four.z, sums[n][1][0]);
+            sums[n][1][1] = fmaf(lower, four.w, sums[n][1][1]);
+          }
+        }
       }
     }
-    const int32_t query = row / p.num_heads, head = row % p.num_heads;
-    const float factor = normalizer({total, top, any_seen});
-    const int64_t at = out_index(p, b, query, head) + thread * 4;
-    store_out(p, at, sums.x * factor);
-    store_out(p, at + 1, sums.y * factor);
-    store_out(p, at + 2, sums.z * factor);
-    store_out(p, at + 3, sums.w * factor);
-    if (thread == 0) store_lse(p, b, query, head, in_base_e(p, total, top, any_seen, one));
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      const int32_t query_row = static_cast<int32_t>(tile) * kTile + rows[h];
+      if (query_row >= query_rows) continue;
+      const int32_t query = query_row / p.num_heads, head = query_row % p.num_heads,
+                    has_seen = any_seen[h] != 0 ? 1 : 0;
+      const float factor = normalizer({total[h], top[h], has_seen});
+      const int64_t at = out_index(p, b, query, head) + thread * 2;
+#pragma unroll
+      for (int32_t n = 0; n < 2; ++n) {
+        store_pair(p, at + n * (kVDim / 2), sums[n][h][0] * factor, sums[n][h][1] * factor, out_pairs);
+      }
+      if (thread == 0) store_lse(p, b, query, head, in_base_e(p, total[h], top[h], has_seen, one));
+    }
   }
 }
 
@@ -85,12 +110,11 @@ size_t offsets_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(b
 
 int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
                         int32_t block_rows) {
-  const int64_t rows = int64_t{p.batch_size} * p.num_queries * p.num_heads,
-                parts = session.context().multiprocessors;
-  return launch_kernel<0>(session, "verify_attn, parts", combine, std::min<int64_t>(rows, parts * 16),
-                          kCombineThreads, After::kTriggered, p, scratch.offsets, scratch.partials, tiles_of(p),
-                          parts, block_rows,
-                          std::exp2(p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>));
+  const int64_t items = int64_t{p.batch_size} * tiles_of(p) * kPairs, parts = session.context().multiprocessors;
+  return launch_kernel<0>(session, "verify_attn, parts", combine, std::min<int64_t>(items, parts * 16), kThreads,
+                          After::kTriggered, p, scratch.offsets, scratch.partials, tiles_of(p), parts, block_rows,
+                          std::exp2(p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>),
+                          pairs_are_aligned(p));
 }
 
 }  // namespace kdt::cuda

@@ -569,26 +569,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     sync_part<kGroupThreads>(1 + at.group);
 #pragma unroll
     for (int32_t m = 0; m < 2; ++m) {
+      if (partial != nullptr) {
+        float4(*const target)[kWarpSize] = partial->values[at.group * 2 + m];
+#pragma unroll
+        for (int32_t n = 0; n < 2 * kVSteps; ++n) {
+          const float (&four)[4] = results[m][n];
+          target[fragment_column(at, n) / 8][at.lane] = make_float4(four[0], four[1], four[2], four[3]);
+        }
+        continue;
+      }
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t group_at = fragment_row(at, m, half);
         const int32_t row = group_row + group_at;
-        if (partial != nullptr) {
-          float* target = partial->values[at.group * kGroupRows + group_at];
+        if (row >= query_rows) continue;
+        const float factor = s.factors[at.group][group_at];
+        const int64_t index = out_index(p, w.b, row / p.num_heads, row % p.num_heads);
 #pragma unroll
-          for (int32_t n = 0; n < 2 * kVSteps; ++n) {
-            *reinterpret_cast<float2*>(target + fragment_column(at, n)) =
-                make_float2(results[m][n][half * 2], results[m][n][half * 2 + 1]);
-          }
-        } else if (row < query_rows) {
-          const float factor = s.factors[at.group][group_at];
-          const int64_t index = out_index(p, w.b, row / p.num_heads, row % p.num_heads);
-#pragma unroll
-          for (int32_t n = 0; n < 2 * kVSteps; ++n) {
-            const float low = results[m][n][half * 2], high = results[m][n][half * 2 + 1];
-            store_pair(p, index + fragment_column(at, n), factor != 0.0f ? low * factor : 0.0f,
-                       factor != 0.0f ? high * factor : 0.0f, out_pairs);
-          }
+        for (int32_t n = 0; n < 2 * kVSteps; ++n) {
+          const float low = results[m][n][half * 2], high = results[m][n][half * 2 + 1];
+          store_pair(p, index + fragment_column(at, n), factor != 0.0f ? low * factor : 0.0f,
+                     factor != 0.0f ? high * factor : 0.0f, out_pairs);
         }
       }
     }

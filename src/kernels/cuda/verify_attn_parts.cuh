@@ -46,8 +46,15 @@ __device__ inline State in_base_e(const kdt_verify_attn_params& p, double weight
 
 // Of a tile that was cut.
 struct Partial {
-  float values[kTile][kVDim];  // weighted sums
+  // Weighted sums, as they lie in registers: of 16 rows and 8 columns each lane l has, with g = l / 4 and t = l %
+  // 4, those at (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
+  float4 values[kTile / 16][kVDim / 8][kWarpSize];
   RowState states[kTile];
+
+  __device__ float& at(int32_t row, int32_t column) {
+    float4& four = values[row / 16][column / 8][row % 8 * 4 + column % 8 / 2];
+    return (&four.x)[row / 8 % 2 * 2 + column % 2];
+  }
 };
 
 // ---- the plan ----------------------------------------------------------------------------------------
@@ -216,7 +223,7 @@ __device__ __noinline__ void poison(const WorkOf<TheBlocks>& w, int32_t first_bl
         for (int32_t d = thread; d < kVDim; d += kThreads) {
           if (isfinite(to_float(static_cast<const T*>(cache.data)[place + d]))) continue;
           if (partial != nullptr) {
-            partial->values[first + i][d] = quiet_nan();
+            partial->at(first + i, d) = quiet_nan();
           } else {
             store_out(p, out_index(p, w.b, query, (tile_row + i) % p.num_heads) + d, quiet_nan());
           }

@@ -749,6 +749,14 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
     }
     sync_part<kConsumers>(kAll);
     Partial* const partial = w.whole() ? nullptr : &partials[s.part * 2 + (w.first == 0 ? 1 : 0)];
+    if (partial != nullptr) {
+      float4* const target = &partial->values[warp][at.group * (kVDim / 8 / 2)][lane];
+#pragma unroll
+      for (int32_t j = 0; j < 32; ++j) {
+        target[j * kWarpSize] =
+            make_float4(results[4 * j], results[4 * j + 1], results[4 * j + 2], results[4 * j + 3]);
+      }
+    }
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
       const int32_t tile_row = at.row + h * 8, row = first_row + tile_row;
@@ -756,22 +764,16 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
                         s.seen[0][tile_row] | s.seen[1][tile_row]};
       if (row >= node_rows) state = {negative_infinity(), 0.0f, 0.0f, 0};
       const bool writes_state = at.group == 0 && at.t == 0;
-      const int32_t column = at.group * (kVDim / 2) + at.t * 2;
       if (partial != nullptr) {
         if (writes_state) partial->states[tile_row] = state;
-        float* const target = partial->values[tile_row] + column;
-#pragma unroll
-        for (int32_t j = 0; j < 32; ++j) {
-          *reinterpret_cast<float2*>(target + j * 8) =
-              make_float2(results[4 * j + 2 * h], results[4 * j + 2 * h + 1]);
-        }
       } else if (row < query_rows) {
         if (writes_state) {
           store_lse(p, w.b, row / p.num_heads, row % p.num_heads,
                     in_base_e(p, state.weight, state.max, state.seen, exp2f(kUnit<T>)));
         }
         const float factor = state.seen != 0 ? 1.0f / state.weight : 0.0f;
-        const int64_t index = out_index(p, w.b, row / p.num_heads, row % p.num_heads) + column;
+        const int64_t index =
+            out_index(p, w.b, row / p.num_heads, row % p.num_heads) + at.group * (kVDim / 2) + at.t * 2;
 #pragma unroll
         for (int32_t j = 0; j < 32; ++j) {
           const float low = results[4 * j + 2 * h], high = results[4 * j + 2 * h + 1];
