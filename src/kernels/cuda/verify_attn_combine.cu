@@ -11,11 +11,12 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int32_t kThreads = kVDim / 4;  // twice four of the values of a pair of rows each
-constexpr int32_t kPairs = kTile / 2;
+constexpr int32_t kThreads = kVDim / 4;
+constexpr int32_t kItems = kTile;  // of a tile: a pair of rows, one half of the columns
 
-// A block a pair of rows of a tile, 8 apart: joins the parts of rows whose tile was cut, and writes those of
-// requests without rows. Every warp works out the parts' factors, a lane a part, for itself.
+// A block half of the columns of a pair of rows of a tile, 8 apart; a thread two columns of both. Joins the parts
+// of rows whose tile was cut, and writes those of requests without rows. Every warp works out the parts' factors, a
+// lane a part, for itself.
 __global__ void __launch_bounds__(kThreads)
     combine(const __grid_constant__ kdt_verify_attn_params p, const int64_t* offsets, const Partial* partials,
             int64_t tiles, int64_t most_parts, int32_t block_rows, float one, bool out_pairs) {
@@ -24,11 +25,11 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_primary();
   const Cut cut(max(offsets[p.batch_size], int64_t{1}), block_rows, tiles, most_parts);
   const float scale = scale_of(p);
-  const int64_t items = int64_t{p.batch_size} * tiles * kPairs;
+  const int64_t items = int64_t{p.batch_size} * tiles * kItems;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t b_tile = quotient(item, kPairs), b = quotient(b_tile, tiles), tile = b_tile - b * tiles;
-    const int32_t pair = static_cast<int32_t>(item - b_tile * kPairs), row = pair / 8 * 16 + pair % 8;
-    const int32_t rows[2] = {row, row + 8};
+    const int64_t b_tile = quotient(item, kItems), b = quotient(b_tile, tiles), tile = b_tile - b * tiles;
+    const int32_t within = static_cast<int32_t>(item - b_tile * kItems), pair = within / 2, half = within % 2;
+    const int32_t row = pair / 8 * 16 + pair % 8, rows[2] = {row, row + 8};
     if (tile * kTile + rows[0] >= query_rows) continue;
     const int64_t begin = offsets[b], end = offsets[b + 1], line = tile * cut.blocks;
     int64_t first_part = 0, last_part = -1;
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], __shfl_xor_sync(kAllLanes, top[h], step));
     }
 
-    float sums[2][2][2] = {};  // [which four][row][column]
+    float sums[2][2] = {};  // [row][column]
     double total[2] = {};
     unsigned any_seen[2] = {};
     for (int64_t base = first_part; base <= last_part; base += kWarpSize) {
@@ -69,21 +70,18 @@ __global__ void __launch_bounds__(kThreads)
         any_seen[h] |= seen[h];
       }
       const int32_t count = static_cast<int32_t>(min(last_part - base + 1, int64_t{kWarpSize}));
-#pragma unroll 4
+#pragma unroll 8
       for (int32_t i = 0; i < count; ++i) {
         const float upper = __shfl_sync(kAllLanes, factors[0], i), lower = __shfl_sync(kAllLanes, factors[1], i);
-        const float4(*const values)[kWarpSize] = partial_of(base + i).values[pair / 8];
-#pragma unroll
-        for (int32_t n = 0; n < 2; ++n) {
-          const float4 four = values[n * (kThreads / 4) + thread / 4][pair % 8 * 4 + thread % 4];
-          if ((seen[0] >> i & 1) != 0) {  // else what is there may be NaN
-            sums[n][0][0] = fmaf(upper, four.x, sums[n][0][0]);
-            sums[n][0][1] = fmaf(upper, four.y, sums[n][0][1]);
-          }
-          if ((seen[1] >> i & 1) != 0) {
-            sums[n][1][0] = fmaf(lower, four.z, sums[n][1][0]);
-            sums[n][1][1] = fmaf(lower, four.w, sums[n][1][1]);
-          }
+        const float4 four =
+            partial_of(base + i).values[pair / 8][half * (kThreads / 4) + thread / 4][pair % 8 * 4 + thread % 4];
+        if ((seen[0] >> i & 1) != 0) {  // else what is there may be NaN
+          sums[0][0] = fmaf(upper, four.x, sums[0][0]);
+          sums[0][1] = fmaf(upper, four.y, sums[0][1]);
+        }
+        if ((seen[1] >> i & 1) != 0) {
+          sums[1][0] = fmaf(lower, four.z, sums[1][0]);
+          sums[1][1] = fmaf(lower, four.w, sums[1][1]);
         }
       }
     }
@@ -94,12 +92,9 @@ __global__ void __launch_bounds__(kThreads)
       const int32_t query = query_row / p.num_heads, head = query_row % p.num_heads,
                     has_seen = any_seen[h] != 0 ? 1 : 0;
       const float factor = normalizer({total[h], top[h], has_seen});
-      const int64_t at = out_index(p, b, query, head) + thread * 2;
-#pragma unroll
-      for (int32_t n = 0; n < 2; ++n) {
-        store_pair(p, at + n * (kVDim / 2), sums[n][h][0] * factor, sums[n][h][1] * factor, out_pairs);
-      }
-      if (thread == 0) store_lse(p, b, query, head, in_base_e(p, total[h], top[h], has_seen, one));
+      store_pair(p, out_index(p, b, query, head) + half * (kVDim / 2) + thread * 2, sums[h][0] * factor,
+                 sums[h][1] * factor, out_pairs);
+      if (thread == 0 && half == 0) store_lse(p, b, query, head, in_base_e(p, total[h], top[h], has_seen, one));
     }
   }
 }
@@ -110,7 +105,7 @@ size_t offsets_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(b
 
 int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
                         int32_t block_rows) {
-  const int64_t items = int64_t{p.batch_size} * tiles_of(p) * kPairs, parts = session.context().multiprocessors;
+  const int64_t items = int64_t{p.batch_size} * tiles_of(p) * kItems, parts = session.context().multiprocessors;
   return launch_kernel<0>(session, "verify_attn, parts", combine, std::min<int64_t>(items, parts * 16), kThreads,
                           After::kTriggered, p, scratch.offsets, scratch.partials, tiles_of(p), parts, block_rows,
                           std::exp2(p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>),

@@ -352,6 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();  // the piece of work is known
     find_wanted(s, p, cache, tree);
     __syncthreads();
+    __syncthreads();  // once more: after one of them racecheck at times takes find_wanted()'s writes for unfinished
     const Place place = place_of(opaque(thread));
     const int32_t group_row = w.tile * kTile + group * kGroupRows;
     const bool group_works = group_row < w.node_rows(p.num_heads);

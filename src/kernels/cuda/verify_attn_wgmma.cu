@@ -83,6 +83,7 @@ struct Shared {
   float sums[2][kTile];     // of the weights of a group's blocks
   int32_t seen[2][kTile];
   int32_t poisoned;
+  int32_t rose;                                             // 1 + the last block of group 0 that raised a maximum
   alignas(8) uint64_t full[kStages][2], empty[kStages][2];  // of the halves of the columns
   uint64_t piece_full[2], piece_empty[2];
   Piece pieces[2];
@@ -318,7 +319,8 @@ __device__ __forceinline__ uint32_t mask_of(const Work& w, const kdt_verify_attn
   return mask;
 }
 
-// Queries times keys of the group's block, the left chunks (with which the scores begin) or the right ones.
+// Queries times keys of the group's block, the left chunks or the right ones, each for themselves: tensor cores
+// round down when they add, and the scores are nearer when two shorter sums are added.
 template <class T, int32_t kBegin, int32_t kEnd>
 __device__ __forceinline__ void multiply_chunks(uint32_t memory, int32_t stage, uint32_t parity,
                                                 const Weights& last, Scores& scores) {
@@ -332,8 +334,8 @@ __device__ __forceinline__ void multiply_chunks(uint32_t memory, int32_t stage, 
 #pragma unroll
     for (int32_t k = 0; k < 4; ++k) {
       const uint32_t key = further(keys, c * kChunkBytes + k * 32);
-      if (c == 0 && k == 0) {
-        multiply_64<T>(scores, queries, key);
+      if (c == kBegin && k == 0) {
+        multiply_64<T>(scores, further(queries, c * kChunkBytes), key);
       } else if (c < kVChunks) {
         multiply_add_64<T>(scores, further(queries, c * kChunkBytes + k * 32), key);
       } else {
@@ -342,6 +344,13 @@ __device__ __forceinline__ void multiply_chunks(uint32_t memory, int32_t stage, 
     }
   }
   end_products();
+}
+
+__device__ __forceinline__ void add_right(Scores& scores, Scores& right) {
+  hold(scores);
+  hold(right);
+#pragma unroll
+  for (int32_t k = 0; k < 32; ++k) scores[k] += right[k];
 }
 
 // Weights times the group's half of the values of a stage.
@@ -466,6 +475,7 @@ __device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params&
       }
     }
   }
+  if (rise && at.group == 0 && at.lane == 0) s.rose = i + 1;
   __syncwarp();  // all have read the old maxima
   if (at.t == 0) {
 #pragma unroll
@@ -535,13 +545,13 @@ template <class T, bool kHasSecond, bool kIsMore>
 __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
                                             const kdt_kv_cache& cache, const kdt_tree& tree, const Piece& piece,
                                             const Place& at, const Weights& last, uint32_t& loaded, int32_t i,
-                                            Scores& scores, Results& results, Sums& sums) {
+                                            Scores& scores, Scores& right, Results& results, Sums& sums) {
   const uint32_t left0 = memory, left1 = memory + kChunks * kChunkBytes;
   const uint32_t weights0 = memory + offsetof(Shared, weights), weights1 = weights0 + kChunkBytes;
   Weights weights;
   float factors[2];
   wait_for_products<0>();
-  hold(scores);
+  add_right(scores, right);
   hold(results);
   if (softmax<T>(s, p, cache, tree, piece, at, i, scores, weights, sums, factors)) {
     rescale(results, factors[0], factors[1]);
@@ -564,7 +574,7 @@ __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kd
       multiply_chunks<T, 0, kHalf>(memory, 0, loaded & 1, last, scores);
       wait_for_products<1>();
       release(memory, at, 1);
-      multiply_chunks<T, kHalf, kChunks>(memory, 0, loaded & 1, last, scores);
+      multiply_chunks<T, kHalf, kChunks>(memory, 0, loaded & 1, last, right);
       ++loaded;
       arrive_part<kConsumers>(kFirstBegun);
     } else {
@@ -583,20 +593,22 @@ __device__ __forceinline__ void attend_first(Shared& s, uint32_t memory, const k
                                              Results& results, Sums& sums) {
   const int32_t count = uniform(piece.work.count);
   if (count == 0) return;
-  Scores scores;
+  Scores scores, right;
   multiply_chunks<T, 0, kHalf>(memory, 0, loaded & 1, last, scores);
-  multiply_chunks<T, kHalf, kChunks>(memory, 0, loaded & 1, last, scores);
+  multiply_chunks<T, kHalf, kChunks>(memory, 0, loaded & 1, last, right);
   ++loaded;
   arrive_part<kConsumers>(kFirstBegun);
   int32_t i = 0;
 #pragma unroll 1
   for (; i + 2 < count; i += 2) {
-    attend_pair<T, true, true>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, results, sums);
+    attend_pair<T, true, true>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, right, results, sums);
   }
   if (i + 1 < count) {
-    attend_pair<T, true, false>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, results, sums);
+    attend_pair<T, true, false>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, right, results,
+                                sums);
   } else {
-    attend_pair<T, false, false>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, results, sums);
+    attend_pair<T, false, false>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, right, results,
+                                 sums);
   }
 }
 
@@ -609,7 +621,7 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
   const int32_t count = uniform(piece.work.count);
   const uint32_t right0 = memory + kHalf * kChunkBytes, right1 = right0 + kChunks * kChunkBytes;
   const uint32_t weights0 = memory + offsetof(Shared, weights), weights1 = weights0 + kChunkBytes;
-  Scores scores;
+  Scores scores, right;
   Weights weights;
   float factors[2];
   int32_t i = 0;
@@ -617,10 +629,11 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
   for (; i + 1 < count; i += 2) {
     sync_part<kConsumers>(kFirstBegun);
     multiply_chunks<T, 0, kHalf>(memory, 1, loaded & 1, last, scores);
-    multiply_chunks<T, kHalf, kChunks>(memory, 1, loaded & 1, last, scores);
+    multiply_chunks<T, kHalf, kChunks>(memory, 1, loaded & 1, last, right);
     ++loaded;
     sync_part<kConsumers>(kFirstWeights);
-    if (read_factors(s, 0, at, factors)) {
+    if (uniform(s.rose) == i + 1) {  // the same for all warps, as waits must be
+      read_factors(s, 0, at, factors);
       wait_for_products<0>();
       hold(results);
       rescale(results, factors[0], factors[1]);
@@ -628,7 +641,7 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
     }
     add_values<T>(right0, weights0, results);
     wait_for_products<1>();
-    hold(scores);
+    add_right(scores, right);
     const bool rose = softmax<T>(s, p, cache, tree, piece, at, i + 1, scores, weights, sums, factors);
     store_weights(weights1, at, weights);
     arrive_part<kConsumers>(kSecondWeights);
@@ -711,7 +724,7 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
     const int32_t first_row = w.tile * kTile, node_rows = w.node_rows(p.num_heads);
     load_queries<T>(s, memory, p, w, first_row, node_rows);
     if (thread < kTile) s.base[thread] = negative_infinity();
-    if (thread == 0) s.poisoned = 0;
+    if (thread == 0) s.poisoned = s.rose = 0;
     fence_for_products();
     if (plans) planned = plan(s, memory, k + 1, planned, p, tree, requests, offsets, tiles);
     sync_part<kConsumers>(kAll);
