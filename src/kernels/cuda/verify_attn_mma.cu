@@ -596,7 +596,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (poisoned) {
       sync_part<kGroupThreads>(1 + at.group);  // the results are there
-      poison<T, kGroupThreads>(w, w.request.lacks_rows != 0 ? w.first : w.first_masked, p, cache, tree,
+      poison<T, kGroupThreads>(w, w.request.lacks_rows != 0 ? w.first : w.first_masked, w.end, p, cache, tree,
                                at.group * kGroupRows, kGroupRows, thread % kGroupThreads, partial);
     }
 

@@ -200,28 +200,28 @@ __device__ uint32_t finite_or_zero(uint32_t pair) {
 }
 
 // kThreads threads, of which this is number `thread`: write NaN into the results of `rows` query rows of the tile
-// from `first` on (in `partial`, or the final ones) where a query sees a NaN or infinity in a masked block from
-// `first_block` on. What is slow here is rare.
+// from `first` on (in `partial`, or the final ones) where a query sees a NaN or infinity in the blocks from `block`
+// to `end_block`. What is slow here is rare: a number that is none.
 template <class T, int32_t kThreads, class TheBlocks>
-__device__ __noinline__ void poison(const WorkOf<TheBlocks>& w, int32_t first_block,
+__device__ __noinline__ void poison(const WorkOf<TheBlocks>& w, int32_t block, int32_t end_block,
                                     const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
                                     const kdt_tree& tree, int32_t first, int32_t rows, int32_t thread,
                                     Partial* partial) {
   const int32_t tile_row = w.tile * kTile + first;
-  for (int32_t block = first_block; block < w.end; ++block) {
+  for (; block < end_block; ++block) {
     for (int32_t r = 0; r < TheBlocks::kRows; ++r) {
       const int64_t row = w.first_row(block) + r;
       if (row < w.request.kv_start || row >= int64_t{w.request.prefix_len} + w.request.node_count) continue;
       const int64_t place = row_offset(cache, w.b, row);
       if (place < 0) continue;
       const int32_t slot = w.first_slot(block) + r;
-      for (int32_t i = 0; i < rows && tile_row + i < w.node_rows(p.num_heads); ++i) {
-        const int32_t query = (tile_row + i) / p.num_heads;
-        const bool sees =
-            slot < 0 || (tree_mask(tree, w.b, query, slot / 64 * 64, w.request.node_count) >> slot % 64 & 1) != 0;
-        if (!sees) continue;
-        for (int32_t d = thread; d < kVDim; d += kThreads) {
-          if (isfinite(to_float(static_cast<const T*>(cache.data)[place + d]))) continue;
+      for (int32_t d = thread; d < kVDim; d += kThreads) {
+        if (isfinite(to_float(static_cast<const T*>(cache.data)[place + d]))) continue;
+        for (int32_t i = 0; i < rows && tile_row + i < w.node_rows(p.num_heads); ++i) {
+          const int32_t query = (tile_row + i) / p.num_heads;
+          const bool sees =
+              slot < 0 || (tree_mask(tree, w.b, query, slot / 64 * 64, w.request.node_count) >> slot % 64 & 1) != 0;
+          if (!sees) continue;
           if (partial != nullptr) {
             partial->at(first + i, d) = quiet_nan();
           } else {

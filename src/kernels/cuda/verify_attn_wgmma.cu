@@ -17,10 +17,10 @@
 // - The plan, partial results and their joining are those of verify_attn_parts.cuh. Blocks begin at multiples of 64
 //   rows, so that a page of 64 rows or more holds a block whole.
 //
-// Masks: only the blocks that reach into the tree, or before kv_start, are masked. Rows that are not there (no
-// page, or beyond the request's last) are loaded as zeros. A NaN or infinity in a block makes scores that are no
-// numbers in every query row; where that shows in a masked block it is taken out of the values, and poison() writes
-// NaN where a query sees it.
+// Masks: only the blocks that reach into the tree, or before kv_start, are masked. Boxes (pages, or 64 rows of one)
+// that have no row of the request, or no page, are zeros; the other rows of a box come as they are and count as
+// masked. A NaN or infinity in a row makes its scores no numbers in every query row; where that shows in a masked
+// block it is taken out of the values, and poison() writes NaN where a query sees it.
 //
 // Limits: Hopper alone. Cache rows in units of 16 bytes, pages of at least 8 rows, query rows in units of 16 bytes;
 // else verify_attn_mma.cu. One block a multiprocessor, 227 KB of shared memory.
@@ -556,6 +556,8 @@ __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kd
   if (softmax<T>(s, p, cache, tree, piece, at, i, scores, weights, sums, factors)) {
     rescale(results, factors[0], factors[1]);
   }
+  // Group 1 has multiplied the weights before these: it then freed its half of the stage, which has been filled
+  // since.
   store_weights(weights0, at, weights);
   arrive_part<kConsumers>(kFirstWeights);
   add_values<T>(left0, weights, results);
@@ -798,7 +800,11 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
     const bool poisoned = s.poisoned != 0;
     if (poisoned) {
       sync_part<kConsumers>(kAll);  // the results are there
-      poison<T, kConsumers>(w, w.first, p, cache, tree, 0, kTile, thread, partial);
+      // Of masked blocks: where pages are missing all are, else those that reach into the tree or before kv_start.
+      const bool all = w.request.lacks_rows != 0;
+      const int32_t end = all ? w.first_masked : w.first_row(w.first) < w.request.kv_start ? w.first + 1 : w.first;
+      poison<T, kConsumers>(w, w.first, min(end, w.first_masked), p, cache, tree, 0, kTile, thread, partial);
+      poison<T, kConsumers>(w, w.first_masked, w.end, p, cache, tree, 0, kTile, thread, partial);
     }
     sync_part<kConsumers>(kAll);  // shared memory has been read
   }
