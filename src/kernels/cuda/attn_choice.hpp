@@ -1,5 +1,5 @@
 // Which kernel a verify_attn takes, and its sizes, by chip. Apart from the kernels, so that a number can be changed
-// for one chip with its reason beside it. The numbers are by reasoning so far, not by timing.
+// for one chip with its reason beside it. But for Hopper's the numbers are by reasoning so far, not by timing.
 #pragma once
 
 #include <cmath>
@@ -18,6 +18,9 @@ inline constexpr int32_t kFewestBlocks = 2;
 // Beyond this many bytes of cache rows the tiles of a request are worked on in step, so that its rows come from
 // device memory once: half of the L2 cache of an H200 (50 MB), a quarter of that of an RTX PRO 6000 (128 MB).
 inline constexpr int64_t kInStepBytes = int64_t{25} << 20;
+// On Hopper always: a block then has one piece of work where it can, and a second one costs it some 20 us of
+// loading queries and storing results (plans/0007-verify-attn-wgmma.md).
+inline constexpr int64_t kInStepBytesHopper = 0;
 // ... unless that leaves more than this share of the multiprocessors without work.
 inline constexpr double kMostIdle = 0.15;
 

@@ -96,6 +96,9 @@ __device__ inline void copy_async(uint32_t target, const void* source, bool pres
                : "memory");
 }
 
+// Waits for all copies that this thread has begun.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // A barrier in shared memory (mbarrier), by its address, that changes phase when `count` threads have arrived.
 __device__ inline void init_barrier(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");

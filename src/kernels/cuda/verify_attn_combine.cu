@@ -19,11 +19,11 @@ constexpr int32_t kItems = kTile;  // of a tile: a pair of rows, one half of the
 // lane a part, for itself.
 __global__ void __launch_bounds__(kThreads)
     combine(const __grid_constant__ kdt_verify_attn_params p, const int64_t* offsets, const Partial* partials,
-            int64_t tiles, int64_t most_parts, int32_t block_rows, float one, bool out_pairs) {
+            int64_t tiles, int64_t most_parts, int64_t in_step_from, float one, bool out_pairs) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kWarpSize;
   const int32_t query_rows = p.num_queries * p.num_heads;
   wait_for_primary();
-  const Cut cut(max(offsets[p.batch_size], int64_t{1}), block_rows, tiles, most_parts);
+  const Cut cut(max(offsets[p.batch_size], int64_t{1}), in_step_from, tiles, most_parts);
   const float scale = scale_of(p);
   const int64_t items = int64_t{p.batch_size} * tiles * kItems;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -104,10 +104,10 @@ __global__ void __launch_bounds__(kThreads)
 size_t offsets_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(batch_size + 1) * sizeof(int64_t)); }
 
 int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
-                        int32_t block_rows) {
+                        int64_t in_step_from) {
   const int64_t items = int64_t{p.batch_size} * tiles_of(p) * kItems, parts = session.context().multiprocessors;
   return launch_kernel<0>(session, "verify_attn, parts", combine, std::min<int64_t>(items, parts * 16), kThreads,
-                          After::kTriggered, p, scratch.offsets, scratch.partials, tiles_of(p), parts, block_rows,
+                          After::kTriggered, p, scratch.offsets, scratch.partials, tiles_of(p), parts, in_step_from,
                           std::exp2(p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>),
                           pairs_are_aligned(p));
 }

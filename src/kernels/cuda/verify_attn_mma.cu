@@ -28,7 +28,7 @@
 // NaN or infinity that counts as 0 in the products. Then `poison` writes NaN where a query sees one: its weight is
 // NaN, or 0 for a score of -inf, so NaN is what the product would have given.
 //
-// Limits: cache rows in units of 16 bytes, query rows of 4 (else verify_attn_plain.cu). Registers (252 of 255)
+// Limits: cache rows in units of 16 bytes, query rows of 4 (else verify_attn_plain.cu). Registers (252 to 255)
 // allow one block a multiprocessor. 98 KB of shared memory. Workspace: up to 257 KB a multiprocessor.
 //
 // Tried and lost (plans/0006-verify-attn-mma.md has the figures): each warp a quarter of the columns of all 32
@@ -56,7 +56,7 @@ constexpr int32_t kStageBytes = kBlock * kRowBytes;
 constexpr int32_t kQSteps = kQkDim / 16 / 2;           // 16-column steps of the first product, a warp
 constexpr int32_t kQShared = 3;                        // of them in shared memory instead of registers
 constexpr int32_t kVSteps = kVDim / 16 / kGroupWarps;  // 16-column pieces of the second's result, a warp
-using TheBlocks = Blocks<kBlock, false>;
+using TheBlocks = Blocks<kBlock, false, kInStepBytes>;
 using Work = WorkOf<TheBlocks>;
 constexpr int32_t kMaxMasked = TheBlocks::kMaxMasked;
 constexpr int32_t kFoldEvery = 64;  // blocks between foldings of RowState::recent into weight
@@ -101,7 +101,7 @@ __device__ int64_t count_blocks(Shared& s, const AttnRequest* requests, int64_t 
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   int64_t blocks = 0;
   for (int64_t b = thread; b < batch_size; b += kThreads) blocks += TheBlocks::count(requests[b]);
-  for (int step = kWarpSize / 2; step > 0; step /= 2) blocks += __shfl_xor_sync(kAllLanes, blocks, step);
+  blocks = sum_of_lanes(blocks);
   if (thread % kWarpSize == 0) s.sums[thread / kWarpSize] = blocks;
   __syncthreads();
   blocks = 0;
@@ -120,11 +120,7 @@ __device__ void find_first_work(Shared& s, const AttnRequest* requests, int64_t 
   for (int64_t first = 0; first < batch_size; first += kThreads) {
     const int64_t b = first + thread;
     const int64_t own = b < batch_size ? TheBlocks::count(requests[b]) : 0;
-    int64_t sum = own;
-    for (int step = 1; step < kWarpSize; step *= 2) {
-      const int64_t other = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int64_t sum = sum_up_to_lane(own);
     __syncthreads();  // the sums before these have been read
     if (lane == kWarpSize - 1) s.sums[thread / kWarpSize] = sum;
     __syncthreads();
@@ -335,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return;
   }
-  const Cut cut(blocks_in_all, kBlock, tiles, gridDim.x);
+  const Cut cut(blocks_in_all, TheBlocks::kInStepFrom, tiles, gridDim.x);
   const bool working = blockIdx.x < cut.parts;
   const int64_t part = working ? cut.part_of(blockIdx.x) : 0;
   if (working || blockIdx.x == 0) {
@@ -619,7 +615,7 @@ Where where_of(const kdt_kv_cache& cache) {
   where.row_mask = ~0u;
   if (cache.block_table != nullptr) {
     where.row_mask = static_cast<uint32_t>(cache.page_size) - 1;
-    while (cache.page_size >> where.page_shift > 1) ++where.page_shift;
+    where.page_shift = static_cast<uint32_t>(page_shift_of(cache));
   }
   return where;
 }
@@ -651,7 +647,7 @@ int32_t enqueue_mma(const Session& session, const AttnCall& call, const AttnRequ
   const Scratch scratch = scratch_of(workspace, p.batch_size);
   const auto start = p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
   KDT_TRY(start(session, call, requests, scratch.offsets, scratch.partials));
-  return enqueue_combine(session, p, scratch, kBlock);
+  return enqueue_combine(session, p, scratch, TheBlocks::kInStepFrom);
 }
 
 }  // namespace kdt::cuda

@@ -60,10 +60,11 @@ struct Partial {
 // ---- the plan ----------------------------------------------------------------------------------------
 
 // How a kernel cuts a request's cache rows into blocks of kRows: from kv_start on or, aligned, from the multiple of
-// kRows before it.
-template <int32_t kBlockRows, bool kAligned>
+// kRows before it. Beyond kInStepFrom of them the tiles of a request are worked on in step (Cut).
+template <int32_t kBlockRows, bool kAligned, int64_t kInStepBytesOfRows>
 struct Blocks {
   static constexpr int32_t kRows = kBlockRows;
+  static constexpr int64_t kInStepFrom = kInStepBytesOfRows / (kRows * kRowBytes);
   static constexpr int32_t kMaxMasked = (KDT_MAX_BUDGET + 1 + kRows - 1) / kRows + 1;  // that reach into the tree
 
   __device__ static int64_t start(const AttnRequest& r) {
@@ -80,6 +81,20 @@ __device__ inline int64_t quotient(int64_t a, int64_t b) {
   return ((a | b) >> 32) == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
 }
 
+// A warp's sums: of all lanes, and of the lanes up to this one.
+__device__ inline int64_t sum_of_lanes(int64_t value) {
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+__device__ inline int64_t sum_up_to_lane(int64_t value) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int64_t before = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
 // All work as one line of blocks, tile by tile and in each request by request, cut into parts. A thread block takes
 // the part part_of(its number): neighbours have neighbouring parts, or, in step, the same part of neighbouring
 // tiles.
@@ -90,12 +105,12 @@ struct Cut {
   bool in_step;
 
   Cut() = default;
-  __device__ Cut(int64_t blocks, int32_t block_rows, int64_t tiles, int64_t most_parts)
+  __device__ Cut(int64_t blocks, int64_t in_step_from, int64_t tiles, int64_t most_parts)
       : blocks(blocks), tiles(tiles), in_step(false) {
     const int64_t in_column = max(int64_t{1}, min(quotient(most_parts, tiles), blocks / kFewestBlocks));
     parts = max(int64_t{1}, min(most_parts, blocks * tiles / kFewestBlocks));
     const int64_t busy = in_column * tiles;
-    if ((block_rows == 64 || blocks * block_rows * kRowBytes > kInStepBytes) && busy <= most_parts &&
+    if (blocks > in_step_from && busy <= most_parts &&
         static_cast<double>(busy) >= (1.0 - kMostIdle) * static_cast<double>(most_parts)) {
       in_step = true;
       parts = busy;
@@ -270,6 +285,13 @@ inline int64_t tiles_of(const kdt_verify_attn_params& p) {
   return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
 }
 
+// Of a cache with a block table, whose page sizes are powers of two: row >> page_shift is the row's column there.
+inline int32_t page_shift_of(const kdt_kv_cache& cache) {
+  int32_t shift = 0;
+  while (cache.page_size >> shift > 1) ++shift;
+  return shift;
+}
+
 // The scratch of both kernels: the blocks before each request and, after the last, of all; then two partial results
 // a part.
 struct Scratch {
@@ -285,6 +307,6 @@ inline Scratch scratch_of(void* workspace, int64_t batch_size) {
 // Launches the kernel that joins the parts of rows whose tile was cut and writes those of requests without rows,
 // after one that was launched on as many blocks as there are multiprocessors.
 int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
-                        int32_t block_rows);
+                        int64_t in_step_from);
 
 }  // namespace kdt::cuda

@@ -6,14 +6,12 @@
 // block of the pair and multiplies both blocks' weights with its half of the values, so that one's softmax hides
 // behind the other's products.
 //
-// - The weights of a group's own block are operands in its registers; the other group reads them from shared
-// memory.
+// - The weights of a group's own block are operands in its registers; the other group has them from shared memory.
 // - Softmax in base 2. The maximum that is subtracted, one for both groups, follows the true one only when that has
 //   risen by more than 2^8: then the results so far are rescaled, which is rare.
-// - A third warpgroup loads, with few registers: one thread the columns 0..255 of each block, one the others, so
-// that
-//   each half is refilled when its reader is done. It runs ahead into the next piece of work, which is planned
-//   while the queries of the piece before it are loaded.
+// - A third warpgroup loads, with few registers: one thread the columns 0..255 of each block, one the others. Each
+//   half is refilled when its reader is done. It runs ahead into the next piece of work, which is planned while the
+//   queries of the piece before it are loaded.
 // - The plan, partial results and their joining are those of verify_attn_parts.cuh. Blocks begin at multiples of 64
 //   rows, so that a page of 64 rows or more holds a block whole.
 //
@@ -45,7 +43,7 @@ constexpr uint32_t kChunkBytes = kBlock * 128;  // 64 rows by 64 columns
 constexpr int32_t kChunks = kQkDim / 64, kVChunks = kVDim / 64;
 constexpr size_t kHopperShared = 232448;
 
-using TheBlocks = Blocks<kBlock, true>;
+using TheBlocks = Blocks<kBlock, true, kInStepBytesHopper>;
 using Work = WorkOf<TheBlocks>;
 
 // Named barriers. Among all consumers: group 0's products for its scores have begun; its weights are there; group
@@ -116,8 +114,7 @@ __device__ int32_t block_at(const Piece& piece, int32_t i) {
 __device__ int64_t count_blocks(const AttnRequest* requests, int64_t batch_size) {
   int64_t blocks = 0;
   for (int64_t b = threadIdx.x % kWarpSize; b < batch_size; b += kWarpSize) blocks += TheBlocks::count(requests[b]);
-  for (int step = kWarpSize / 2; step > 0; step /= 2) blocks += __shfl_xor_sync(kAllLanes, blocks, step);
-  return blocks;
+  return sum_of_lanes(blocks);
 }
 
 // Sets `work` to the first piece of a part. With `offsets` also writes the blocks before each request.
@@ -129,11 +126,7 @@ __device__ void find_first_work(Work& work, const AttnRequest* requests, int64_t
   for (int64_t first = 0; first < batch_size; first += kWarpSize) {
     const int64_t b = first + lane;
     const int64_t own = b < batch_size ? TheBlocks::count(requests[b]) : 0;
-    int64_t sum = own;
-    for (int step = 1; step < kWarpSize; step *= 2) {
-      const int64_t other = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int64_t sum = sum_up_to_lane(own);
     const int64_t offset = before + sum - own;
     if (offset <= wanted && wanted < offset + own) {
       work.offset = offset;
@@ -193,7 +186,7 @@ __device__ bool plan(Shared& s, uint32_t memory, uint32_t k, bool more, const kd
     if (blocks == 0 && blockIdx.x == 0) {
       for (int64_t b = lane; b <= p.batch_size; b += kWarpSize) offsets[b] = 0;
     }
-    const Cut cut(max(blocks, int64_t{1}), kBlock, tiles, gridDim.x);
+    const Cut cut(max(blocks, int64_t{1}), TheBlocks::kInStepFrom, tiles, gridDim.x);
     more = blocks > 0 && blockIdx.x < cut.parts;
     if (more) {
       const int64_t part = cut.part_of(blockIdx.x);
@@ -692,7 +685,7 @@ __device__ __forceinline__ void load_queries(Shared& s, uint32_t memory, const k
     copy_async(memory + tile + row * 128 + ((piece % 8 ^ row % 8) * 16),
                queries + max(from, int64_t{0}) + piece * 8, from >= 0);
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_copies();
   if (p.scale < 0.0f) {  // its sign goes to the queries
 #pragma unroll 1
     for (int32_t n = lane; n < kRows * kPieces; n += kWarpSize) {
@@ -856,20 +849,25 @@ Boxes boxes_of(const kdt_kv_cache& cache) {
   if (cache.block_table == nullptr) return boxes;
   boxes.rows = std::min(static_cast<int32_t>(cache.page_size), kBlock);
   boxes.row_mask = static_cast<uint32_t>(cache.page_size) - 1;
-  while (cache.page_size >> boxes.page_shift > 1) ++boxes.page_shift;
+  boxes.page_shift = page_shift_of(cache);
   return boxes;
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function that describes a tensor to the copy engine, or nullptr.
+Encode find_encode() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found = {};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
 }
 
 // The cache as boxes of 64 columns and up to 64 rows of a page. False where it cannot be had so.
 bool map_cache(const kdt_kv_cache& cache, int32_t dtype, CUtensorMap* map) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found = {};
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found) !=
-          cudaSuccess ||
-      found != cudaDriverEntryPointSuccess) {
-    return false;
-  }
-  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  static const Encode encode = find_encode();  // once, not in every call
+  if (encode == nullptr) return false;
   const cuuint64_t sizes[3] = {kQkDim, static_cast<cuuint64_t>(cache.page_size),
                                static_cast<cuuint64_t>(cache.num_pages)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(cache.row_stride) * 2,
@@ -900,7 +898,7 @@ std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& cal
   const Scratch scratch = scratch_of(workspace, call.p.batch_size);
   const auto start = call.p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
   KDT_TRY(start(session, call, requests, scratch, map));
-  return enqueue_combine(session, call.p, scratch, kBlock);
+  return enqueue_combine(session, call.p, scratch, TheBlocks::kInStepFrom);
 }
 
 }  // namespace kdt::cuda
