@@ -22,7 +22,12 @@ inline constexpr int64_t kInStepBytes = int64_t{25} << 20;
 // loading queries and storing results (plans/0007-verify-attn-wgmma.md).
 inline constexpr int64_t kInStepBytesHopper = 0;
 // ... unless that leaves more than this share of the multiprocessors without work.
-inline constexpr double kMostIdle = 0.15;
+inline constexpr float kMostIdle = 0.15f;
+
+// Up to this many bytes of cache rows, of all requests, they are the first to leave Hopper's L2 cache, so that
+// partial results stay there and, where the same rows are read again and again, so does a share of them: twice the
+// L2 cache of an H200. With more, the tiles of a request, which share its rows, come to be further apart.
+inline constexpr int64_t kStreamBytesHopper = int64_t{100} << 20;
 
 // Whether the tensor-core kernel takes a call: 16-bit types, cache rows of 16-byte units, pairs of query columns,
 // and a scale that leaves float32 room: it subtracts before it multiplies.
@@ -38,14 +43,21 @@ inline bool takes_mma(const kdt_context& context, const kdt_verify_attn_params& 
   return rows && queries && scale;
 }
 
+// Whether the query rows of a request lie at one distance from each other.
+inline bool has_flat_queries(const kdt_verify_attn_params& p) {
+  return p.num_queries == 1 || p.num_heads == 1 || p.q_row_stride == p.num_heads * p.q_head_stride;
+}
+
 // Whether Hopper's does. It runs where code for sm_90a is in the library and on the chip, copies query rows in
-// units of 16 bytes and pages by boxes of 8 rows or more.
+// units of 16 bytes and pages by boxes of 8 rows or more, and leaves scores their sign.
 inline bool takes_wgmma(const kdt_context& context, const kdt_verify_attn_params& p) {
   constexpr bool kCompiled = std::string_view(KDT_CUDA_ARCHITECTURES).find("sm_90a") != std::string_view::npos;
   if (!kCompiled || context.kernel_architecture != 90 || context.attention == AttentionKernel::kMma) return false;
   const bool queries = reinterpret_cast<uintptr_t>(p.q) % 16 == 0 && p.q_head_stride % 8 == 0 &&
-                       p.q_row_stride % 8 == 0 && p.q_stride % 8 == 0;
-  return queries && (p.cache->block_table == nullptr || p.cache->page_size >= 8) && takes_mma(context, p);
+                       p.q_row_stride % 8 == 0 && p.q_stride % 8 == 0 &&
+                       (has_flat_queries(p) || p.num_heads % 8 == 0);
+  return queries && p.scale > 0.0f && (p.cache->block_table == nullptr || p.cache->page_size >= 8) &&
+         takes_mma(context, p);
 }
 
 }  // namespace kdt::cuda

@@ -42,6 +42,49 @@ __device__ inline uint64_t tree_mask(const kdt_tree& tree, int64_t b, int32_t i,
   return limit & tree.visibility[b * tree.visibility_stride + i * tree.visibility_pitch + j0 / 64];
 }
 
+// ---- the numbers of a request ------------------------------------------------------------------------
+
+__device__ inline AttnRequest read_request(const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
+                                           const kdt_tree& tree, int64_t b, int32_t* status) {
+  // Read at once, not one after the other.
+  const int32_t prefix_len = p.prefix_lens[b];
+  const int32_t node_count = tree.node_count != nullptr ? tree.node_count[b] : p.num_queries;
+  const int32_t kv_start = p.kv_starts != nullptr ? p.kv_starts[b] : 0;
+  AttnRequest r = {clamped(node_count, 0, p.num_queries, status), 0, 0, 0};
+  const int64_t room = min(max(capacity_of(cache) - r.node_count, int64_t{0}), int64_t{INT32_MAX});
+  r.prefix_len = clamped(prefix_len, 0, static_cast<int32_t>(room), status);
+  r.kv_start = clamped(kv_start, 0, r.prefix_len, status);
+  return r;
+}
+
+// Of kThreads threads, whole warps, the share of number `thread` in the search for rows that some query must see
+// and the cache does not hold.
+template <int32_t kThreads>
+__device__ bool lacks_rows(const kdt_kv_cache& cache, const kdt_tree& tree, int64_t b, const AttnRequest& r,
+                           int32_t thread) {
+  const int32_t warp = thread / kWarpSize, lane = thread % kWarpSize;
+  bool lacking = false;
+  if (r.node_count == 0) return lacking;
+  if (cache.block_table != nullptr && r.kv_start < r.prefix_len) {  // prefix_len is at most the capacity
+    const int32_t* table = cache.block_table + b * cache.block_table_stride;
+    const int64_t last = (r.prefix_len - 1) / cache.page_size;
+    for (int64_t i = r.kv_start / cache.page_size + thread; i <= last; i += kThreads) {
+      lacking = lacking || table[i] < 0 || table[i] >= cache.num_pages;
+    }
+  }
+  for (int32_t j0 = warp * 64; j0 < r.node_count; j0 += kThreads / kWarpSize * 64) {
+    uint64_t seen = 0;
+    for (int32_t i = lane; i < r.node_count; i += kWarpSize) seen |= tree_mask(tree, b, i, j0, r.node_count);
+    const uint32_t halves[2] = {__reduce_or_sync(kAllLanes, static_cast<uint32_t>(seen)),
+                                __reduce_or_sync(kAllLanes, static_cast<uint32_t>(seen >> 32))};
+    for (int32_t half = 0; half < 2; ++half) {
+      if ((halves[half] >> lane & 1) == 0) continue;
+      lacking = lacking || row_offset(cache, b, int64_t{r.prefix_len} + j0 + half * 32 + lane) < 0;
+    }
+  }
+  return lacking;
+}
+
 // ---- results -----------------------------------------------------------------------------------------
 
 // What the weighted sums of a query row are to be multiplied with.
@@ -93,9 +136,8 @@ int32_t enqueue_plain(const Session& session, const AttnCall& call, const AttnRe
 size_t mma_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p);
 int32_t enqueue_mma(const Session& session, const AttnCall& call, const AttnRequest* requests, void* workspace);
 
-// verify_attn_wgmma.cu: the same on Hopper, in the workspace of verify_attn_mma.cu. Nothing where the driver cannot
-// describe the cache to the copy engine.
-std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& call, const AttnRequest* requests,
-                                     void* workspace);
+// verify_attn_wgmma.cu: the same on Hopper, in the workspace of verify_attn_mma.cu; it finds the requests' numbers
+// itself. Nothing where the driver cannot describe the cache or the queries to the copy engine.
+std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& call, void* workspace);
 
 }  // namespace kdt::cuda

@@ -1,9 +1,12 @@
 // verify_attn's last kernel: joins what the parts of a tile's cache rows have come to (verify_attn_parts.cuh), in
 // their order, so that results have the same bits every time.
 //
+// Idea: a warp has a pair of query rows, or a share of its columns where pairs are few: finding a pair's parts and
+// their factors costs a warp some 500 instructions, which with a share of 64 columns each bounded this kernel's
+// time (20 us where 4,160 rows had two parts each; plans/0007-verify-attn-wgmma.md).
+//
 // Limits: none of its own. Reads 4 KB a pair of query rows and part; with the parts of one call some 30 MB at most,
 // which the L2 cache holds.
-#include <cmath>
 
 #include "mma.cuh"
 #include "verify_attn_parts.cuh"
@@ -11,77 +14,111 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int32_t kThreads = kVDim / 4;
-constexpr int32_t kItems = kTile;  // of a tile: a pair of rows, one half of the columns
+constexpr int32_t kThreads = 64, kWarps = kThreads / kWarpSize;
+constexpr int32_t kPairs = kTile / 2;                  // of rows, 8 apart, in a tile
+constexpr int32_t kMostFours = kVDim / 2 / kWarpSize;  // float4 of a pair a lane has if its warp has all columns
+constexpr int32_t kInFlight = 8;                       // float4 a lane asks for before it uses them
+constexpr int64_t kBusyWarps = 12;                     // a multiprocessor: with fewer, pairs are shared out
+constexpr int64_t kMostBlocks = 32;                    // a multiprocessor
 
-// A block half of the columns of a pair of rows of a tile, 8 apart; a thread two columns of both. Joins the parts
-// of rows whose tile was cut, and writes those of requests without rows. Every warp works out the parts' factors, a
-// lane a part, for itself.
+// Where the parts of a tile are. The first part begins with other work or with this, the others with this.
+struct Parts {
+  const Partial* partials;
+  int32_t first, last;
+
+  __device__ const Partial& at(int32_t part) const { return partials[part * 2 + (part == first ? 1 : 0)]; }
+};
+
+// Joins the parts of rows whose tile was cut, and writes those of requests without rows. A lane has kFours times
+// two columns of both rows of a pair.
+template <int32_t kFours>
 __global__ void __launch_bounds__(kThreads)
-    combine(const __grid_constant__ kdt_verify_attn_params p, const int64_t* offsets, const Partial* partials,
-            int64_t tiles, int64_t most_parts, int64_t in_step_from, float one, bool out_pairs) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kWarpSize;
+    combine(const __grid_constant__ kdt_verify_attn_params p, const Plan plan, const Partial* partials, float unit,
+            bool out_pairs) {
+  constexpr int32_t kShares = kMostFours / kFours, kItems = kPairs * kShares;  // of a tile
+  constexpr int32_t kAtOnce = kInFlight / kFours;                              // parts
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
   const int32_t query_rows = p.num_queries * p.num_heads;
-  wait_for_primary();
-  const Cut cut(max(offsets[p.batch_size], int64_t{1}), in_step_from, tiles, most_parts);
   const float scale = scale_of(p);
-  const int64_t items = int64_t{p.batch_size} * tiles * kItems;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t b_tile = quotient(item, kItems), b = quotient(b_tile, tiles), tile = b_tile - b * tiles;
-    const int32_t within = static_cast<int32_t>(item - b_tile * kItems), pair = within / 2, half = within % 2;
+  const int64_t items = int64_t{p.batch_size} * plan.tiles * kItems;
+  for (int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; item < items;
+       item += int64_t{gridDim.x} * kWarps) {
+    const int64_t b_tile = quotient(item, kItems), b = quotient(b_tile, plan.tiles), tile = b_tile - b * plan.tiles;
+    const int32_t within = static_cast<int32_t>(item - b_tile * kItems), pair = within / kShares,
+                  share = within % kShares;
     const int32_t row = pair / 8 * 16 + pair % 8, rows[2] = {row, row + 8};
     if (tile * kTile + rows[0] >= query_rows) continue;
-    const int64_t begin = offsets[b], end = offsets[b + 1], line = tile * cut.blocks;
-    int64_t first_part = 0, last_part = -1;
-    if (begin < end) {
-      first_part = cut.part_with(line + begin);
-      last_part = cut.part_with(line + end - 1);
-      if (first_part == last_part) continue;  // attend has written it
-    }
-    // The first part begins with other work or with this, the others with this.
-    const auto partial_of = [&](int64_t part) -> const Partial& {
-      return partials[part * 2 + (part == first_part ? 1 : 0)];
+    wait_for_primary();
+    const int2 range = plan.ranges[b_tile];
+    if (range.x == range.y) continue;  // attend has written it
+    const Parts parts = {partials, range.x, range.y};
+    const auto states_of = [&](int32_t part, RowState(&states)[2]) {
+      for (int32_t h = 0; h < 2; ++h) {
+        states[h] = {negative_infinity(), 0.0f, 0.0f, 0};
+        if (part <= parts.last) states[h] = parts.at(part).states[rows[h]];
+      }
     };
-    float top[2] = {negative_infinity(), negative_infinity()};
-    for (int64_t part = first_part + lane; part <= last_part; part += kWarpSize) {
-      for (int32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], partial_of(part).states[rows[h]].max);
+    float4 fours[kAtOnce][kFours];  // of parts from `part` on, none beyond `last`
+    const auto load = [&](int32_t part, int32_t last) {
+#pragma unroll
+      for (int32_t n = 0; n < kAtOnce; ++n) {
+        const Partial& partial = parts.at(min(part + n, last));
+#pragma unroll
+        for (int32_t f = 0; f < kFours; ++f) {
+          fours[n][f] = partial.values[pair / 8][(share * kFours + f) * 8 + lane / 4][pair % 8 * 4 + lane % 4];
+        }
+      }
+    };
+    if (parts.first < parts.last) load(parts.first, parts.last);  // the first ones, beside the states
+    RowState first[2];                                            // of the first parts, a lane a part
+    states_of(parts.first + lane, first);
+    float top[2] = {first[0].max, first[1].max};
+    for (int32_t part = parts.first + kWarpSize + lane; part <= parts.last; part += kWarpSize) {
+      for (int32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], parts.at(part).states[rows[h]].max);
     }
 #pragma unroll
     for (int step = kWarpSize / 2; step > 0; step /= 2) {
       for (int32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], __shfl_xor_sync(kAllLanes, top[h], step));
     }
 
-    float sums[2][2] = {};  // [row][column]
-    double total[2] = {};
+    float sums[kFours][2][2] = {};  // [..][row][column]
+    float total[2] = {};
     unsigned any_seen[2] = {};
-    for (int64_t base = first_part; base <= last_part; base += kWarpSize) {
+    for (int32_t base = parts.first; base <= parts.last; base += kWarpSize) {
+      if (base != parts.first) states_of(base + lane, first);
       float factors[2];
       unsigned seen[2];
 #pragma unroll
       for (int32_t h = 0; h < 2; ++h) {
-        RowState state = {negative_infinity(), 0.0f, 0.0f, 0};
-        if (base + lane <= last_part) state = partial_of(base + lane).states[rows[h]];
-        factors[h] = state.max == top[h] ? 1.0f : exp2_approx((state.max - top[h]) * scale);
-        seen[h] = __ballot_sync(kAllLanes, state.seen != 0);
-        double weight = state.seen != 0 ? static_cast<double>(factors[h]) * static_cast<double>(state.weight) : 0.0;
+        factors[h] = first[h].max == top[h] ? 1.0f : exp2_approx((first[h].max - top[h]) * scale);
+        seen[h] = __ballot_sync(kAllLanes, first[h].seen != 0);
+        float weight = first[h].seen != 0 ? factors[h] * first[h].weight : 0.0f;
 #pragma unroll
         for (int step = kWarpSize / 2; step > 0; step /= 2) weight += __shfl_xor_sync(kAllLanes, weight, step);
         total[h] += weight;
         any_seen[h] |= seen[h];
       }
-      const int32_t count = static_cast<int32_t>(min(last_part - base + 1, int64_t{kWarpSize}));
-#pragma unroll 8
-      for (int32_t i = 0; i < count; ++i) {
-        const float upper = __shfl_sync(kAllLanes, factors[0], i), lower = __shfl_sync(kAllLanes, factors[1], i);
-        const float4 four =
-            partial_of(base + i).values[pair / 8][half * (kThreads / 4) + thread / 4][pair % 8 * 4 + thread % 4];
-        if ((seen[0] >> i & 1) != 0) {  // else what is there may be NaN
-          sums[0][0] = fmaf(upper, four.x, sums[0][0]);
-          sums[0][1] = fmaf(upper, four.y, sums[0][1]);
-        }
-        if ((seen[1] >> i & 1) != 0) {
-          sums[1][0] = fmaf(lower, four.z, sums[1][0]);
-          sums[1][1] = fmaf(lower, four.w, sums[1][1]);
+      const int32_t count = min(parts.last - base + 1, kWarpSize);
+      for (int32_t i = 0; i < count; i += kAtOnce) {
+        if (base != parts.first || i > 0) load(base + i, parts.last);
+#pragma unroll
+        for (int32_t n = 0; n < kAtOnce; ++n) {
+          const float upper = __shfl_sync(kAllLanes, factors[0], (i + n) % kWarpSize),
+                      lower = __shfl_sync(kAllLanes, factors[1], (i + n) % kWarpSize);
+          const bool is = i + n < count;
+          const bool upper_seen = is && (seen[0] >> (i + n) % kWarpSize & 1) != 0;  // else it may be NaN
+          const bool lower_seen = is && (seen[1] >> (i + n) % kWarpSize & 1) != 0;
+#pragma unroll
+          for (int32_t f = 0; f < kFours; ++f) {
+            if (upper_seen) {
+              sums[f][0][0] = fmaf(upper, fours[n][f].x, sums[f][0][0]);
+              sums[f][0][1] = fmaf(upper, fours[n][f].y, sums[f][0][1]);
+            }
+            if (lower_seen) {
+              sums[f][1][0] = fmaf(lower, fours[n][f].z, sums[f][1][0]);
+              sums[f][1][1] = fmaf(lower, fours[n][f].w, sums[f][1][1]);
+            }
+          }
         }
       }
     }
@@ -91,25 +128,49 @@ __global__ void __launch_bounds__(kThreads)
       if (query_row >= query_rows) continue;
       const int32_t query = query_row / p.num_heads, head = query_row % p.num_heads,
                     has_seen = any_seen[h] != 0 ? 1 : 0;
-      const float factor = normalizer({total[h], top[h], has_seen});
-      store_pair(p, out_index(p, b, query, head) + half * (kVDim / 2) + thread * 2, sums[h][0] * factor,
-                 sums[h][1] * factor, out_pairs);
-      if (thread == 0 && half == 0) store_lse(p, b, query, head, in_base_e(p, total[h], top[h], has_seen, one));
+      const float factor = has_seen != 0 ? 1.0f / total[h] : 0.0f;
+      const int64_t out = out_index(p, b, query, head) + share * kFours * (2 * kWarpSize) + lane * 2;
+#pragma unroll
+      for (int32_t f = 0; f < kFours; ++f) {
+        store_pair(p, out + f * (2 * kWarpSize), sums[f][h][0] * factor, sums[f][h][1] * factor, out_pairs);
+      }
+      if (lane == 0 && share == 0) {
+        float lse = negative_infinity();
+        if (has_seen != 0) {
+          // In float32, which is near enough; float64 costs many instructions, that are seldom in a cache.
+          lse = total[h] == 0.0f ? quiet_nan() : fmaf(top[h], scale, log2f(total[h]) - unit);
+          if (p.lse_base != KDT_LSE_BASE2) lse *= 0.6931471805599453f;
+        }
+        p.lse[b * p.lse_stride + query * p.lse_row_stride + head * p.lse_head_stride] = lse;
+      }
     }
   }
 }
 
 }  // namespace
 
-size_t offsets_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(batch_size + 1) * sizeof(int64_t)); }
+size_t plan_bytes(const kdt_verify_attn_params& p) {
+  return round_up(static_cast<size_t>(p.batch_size * tiles_of(p)) * sizeof(int2));
+}
 
-int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
-                        int64_t in_step_from) {
-  const int64_t items = int64_t{p.batch_size} * tiles_of(p) * kItems, parts = session.context().multiprocessors;
-  return launch_kernel<0>(session, "verify_attn, parts", combine, std::min<int64_t>(items, parts * 16), kThreads,
-                          After::kTriggered, p, scratch.offsets, scratch.partials, tiles_of(p), parts, in_step_from,
-                          std::exp2(p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>),
-                          pairs_are_aligned(p));
+Scratch scratch_of(void* workspace, const kdt_verify_attn_params& p) {
+  std::byte* begin = static_cast<std::byte*>(workspace);
+  return {{reinterpret_cast<int2*>(begin), tiles_of(p)}, reinterpret_cast<Partial*>(begin + plan_bytes(p))};
+}
+
+int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch) {
+  const int64_t parts = session.context().multiprocessors;
+  const int64_t pairs = int64_t{p.batch_size} * scratch.plan.tiles * kPairs, busy = parts * kBusyWarps;
+  const auto start = [&](auto kernel, int32_t shares) {
+    const int64_t blocks = (pairs * shares + kWarps - 1) / kWarps;
+    return launch_kernel<0>(session, "verify_attn, parts", kernel, std::min(blocks, parts * kMostBlocks), kThreads,
+                            After::kTriggered, p, scratch.plan, scratch.partials,
+                            p.q_dtype == KDT_F16 ? kUnit<__half> : kUnit<__nv_bfloat16>, pairs_are_aligned(p));
+  };
+  if (pairs >= busy) return start(combine<kMostFours>, 1);
+  if (pairs * 2 >= busy) return start(combine<kMostFours / 2>, 2);
+  if (pairs * 4 >= busy) return start(combine<kMostFours / 4>, 4);
+  return start(combine<kMostFours / 8>, 8);
 }
 
 }  // namespace kdt::cuda

@@ -91,7 +91,7 @@ struct Shared {
   alignas(8) uint64_t full[kStages];
   int64_t sums[kWarps];
   Cut cut;
-  int64_t part;
+  Share share;
   Work work;
   Loading loading;
 };
@@ -110,16 +110,15 @@ __device__ int64_t count_blocks(Shared& s, const AttnRequest* requests, int64_t 
   return blocks;
 }
 
-// Sets s.work to the first piece of a part; all threads. One thread block also writes the blocks before each
-// request.
+// Sets s.work to the first piece of a part; all threads.
 __device__ void find_first_work(Shared& s, const AttnRequest* requests, int64_t batch_size, const Cut& cut,
-                                int64_t part, int64_t* offsets) {
+                                const Share& share) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kWarpSize;
-  const int64_t begin = cut.begin(part), wanted = begin - quotient(begin, cut.blocks) * cut.blocks;
+  const int64_t wanted = share.begin - share.tile * cut.blocks;
   int64_t before = 0;
   for (int64_t first = 0; first < batch_size; first += kThreads) {
     const int64_t b = first + thread;
-    const int64_t own = b < batch_size ? TheBlocks::count(requests[b]) : 0;
+    const int64_t own = b < batch_size ? int64_t{cut.length(TheBlocks::count(requests[b]))} : 0;
     const int64_t sum = sum_up_to_lane(own);
     __syncthreads();  // the sums before these have been read
     if (lane == kWarpSize - 1) s.sums[thread / kWarpSize] = sum;
@@ -133,12 +132,10 @@ __device__ void find_first_work(Shared& s, const AttnRequest* requests, int64_t 
     const int64_t offset = before + of_warps_before + sum - own;
     if (offset <= wanted && wanted < offset + own) {
       s.work.offset = offset;
-      s.work.set(requests[b], b, cut, begin, cut.begin(part + 1));
+      s.work.set(requests[b], b, cut, share.tile, share.begin, share.end);
     }
-    if (offsets != nullptr && b < batch_size) offsets[b] = offset;
     before += all;
   }
-  if (offsets != nullptr && thread == 0) offsets[batch_size] = cut.blocks;
 }
 
 // A thread's place: its warp in the group, its row and column in the fragments (mma.cuh).
@@ -310,7 +307,7 @@ __device__ void add_values(uint32_t weights_at, uint32_t values_at, Results& res
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ kdt_verify_attn_params p, const __grid_constant__ kdt_kv_cache cache,
-           const __grid_constant__ kdt_tree tree, const AttnRequest* requests, int64_t* offsets, Partial* partials,
+           const __grid_constant__ kdt_tree tree, const AttnRequest* requests, Plan plan, Partial* partials,
            int64_t tiles, const __grid_constant__ Where where, bool out_pairs) {
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -327,25 +324,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t blocks_in_all = count_blocks(s, requests, p.batch_size);
   if (blocks_in_all == 0) {
     if (blockIdx.x == 0) {
-      for (int64_t b = thread; b <= p.batch_size; b += kThreads) offsets[b] = 0;
     }
     return;
   }
-  const Cut cut(blocks_in_all, TheBlocks::kInStepFrom, tiles, gridDim.x);
+  const int32_t blocks_at_once = static_cast<int32_t>(gridDim.x);
+  const Cut cut(blocks_in_all, 1, false, 0, TheBlocks::kInStepFrom, tiles, blocks_at_once,  // without heads
+                static_cast<int32_t>(blocks_at_once / tiles));
   const bool working = blockIdx.x < cut.parts;
-  const int64_t part = working ? cut.part_of(blockIdx.x) : 0;
-  if (working || blockIdx.x == 0) {
-    find_first_work(s, requests, p.batch_size, cut, part, blockIdx.x == 0 ? offsets : nullptr);
-  }
+  const Share share = cut.share(working ? static_cast<int32_t>(blockIdx.x) : 0,
+                                working ? static_cast<int32_t>(blockIdx.x / tiles) : 0);
   if (!working) return;
+  find_first_work(s, requests, p.batch_size, cut, share);
   if (thread == 0) {
     s.cut = cut;
-    s.part = part;
+    s.share = share;
   }
 
   uint32_t stage = 0, phase = 0;  // of the stages, which go round
   while (true) {
     __syncthreads();  // the piece of work is known
+    if (thread == 0) plan.write_range(w, s.cut, s.share.part);
     find_wanted(s, p, cache, tree);
     __syncthreads();
     __syncthreads();  // once more: after one of them racecheck at times takes find_wanted()'s writes for unfinished
@@ -548,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.weight += state.recent;
     state.weight += __shfl_xor_sync(kAllLanes, state.weight, 1);
     state.weight += __shfl_xor_sync(kAllLanes, state.weight, 2);
-    Partial* const partial = w.whole() ? nullptr : &partials[s.part * 2 + (w.first == 0 ? 1 : 0)];
+    Partial* const partial = w.whole() ? nullptr : &partials[s.share.part * 2 + (w.first == 0 ? 1 : 0)];
     const int32_t query_rows = p.num_queries * p.num_heads;
     if (at.t == 0) {
       const int32_t own_row = at.warp * 8 + at.g;
@@ -599,7 +597,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // ---- on to the next request that has rows
     __syncthreads();
     bool more = false;
-    if (thread < kWarpSize) more = next_work(w, requests, p.batch_size, s.cut, s.cut.begin(s.part + 1));
+    if (thread < kWarpSize) more = next_work(w, requests, p.batch_size, s.cut, s.share.end);
     if (__syncthreads_or(more) == 0) break;
   }
   trigger_dependents();
@@ -621,12 +619,13 @@ Where where_of(const kdt_kv_cache& cache) {
 }
 
 template <class T>
-int32_t launch_attend(const Session& session, const AttnCall& call, const AttnRequest* requests, int64_t* offsets,
-                      Partial* partials) {
+int32_t launch_attend(const Session& session, const AttnCall& call, const AttnRequest* requests,
+                      const Scratch& scratch) {
   const kdt_verify_attn_params& p = call.p;
   return launch_kernel<sizeof(Shared)>(session, "verify_attn", attend<T>, session.context().multiprocessors,
-                                       kThreads, After::kTriggered, p, call.cache, call.tree, requests, offsets,
-                                       partials, tiles_of(p), where_of(call.cache), pairs_are_aligned(p));
+                                       kThreads, After::kTriggered, p, call.cache, call.tree, requests,
+                                       scratch.plan, scratch.partials, tiles_of(p), where_of(call.cache),
+                                       pairs_are_aligned(p));
 }
 
 }  // namespace
@@ -639,15 +638,15 @@ size_t mma_workspace_size(const kdt_context& context, const kdt_verify_attn_para
   const int64_t blocks = std::min<int64_t>(p.batch_size, enough) *
                          std::min<int64_t>((rows + kBlock - 1) / kBlock, enough) * std::min(tiles_of(p), enough);
   const int64_t parts = std::min(most, blocks / kFewestBlocks + 1);
-  return offsets_bytes(p.batch_size) + static_cast<size_t>(2 * parts) * sizeof(Partial);
+  return plan_bytes(p) + static_cast<size_t>(2 * parts) * sizeof(Partial);
 }
 
 int32_t enqueue_mma(const Session& session, const AttnCall& call, const AttnRequest* requests, void* workspace) {
   const kdt_verify_attn_params& p = call.p;
-  const Scratch scratch = scratch_of(workspace, p.batch_size);
+  const Scratch scratch = scratch_of(workspace, p);
   const auto start = p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
-  KDT_TRY(start(session, call, requests, scratch.offsets, scratch.partials));
-  return enqueue_combine(session, p, scratch, TheBlocks::kInStepFrom);
+  KDT_TRY(start(session, call, requests, scratch));
+  return enqueue_combine(session, p, scratch);
 }
 
 }  // namespace kdt::cuda

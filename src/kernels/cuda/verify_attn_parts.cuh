@@ -86,42 +86,77 @@ __device__ inline int64_t sum_of_lanes(int64_t value) {
   for (int step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
   return value;
 }
-__device__ inline int64_t sum_up_to_lane(int64_t value) {
+template <class Int>
+__device__ Int sum_up_to_lane(Int value) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
+#pragma unroll
   for (int step = 1; step < kWarpSize; step *= 2) {
-    const int64_t before = __shfl_up_sync(kAllLanes, value, step);
+    const Int before = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += before;
   }
   return value;
 }
 
-// All work as one line of blocks, tile by tile and in each request by request, cut into parts. A thread block takes
-// the part part_of(its number): neighbours have neighbouring parts, or, in step, the same part of neighbouring
-// tiles.
+// A thread block's part of all work, on the line of Cut.
+struct Share {
+  int64_t part, begin, end;
+  int32_t tile;  // where it begins
+};
+
+// All work as one line of blocks, tile by tile and in each request by request, cut into parts of one length.
+// Neighbouring thread blocks have neighbouring parts, or, in step, the same part of neighbouring tiles. Each
+// request begins with `head` blocks that are none: what a further piece of work costs a part besides its blocks.
 struct Cut {
-  int64_t blocks;  // of one tile, over all requests
+  int64_t blocks;  // of one tile, over all requests, heads included
   int64_t parts;
   int64_t tiles;
-  bool in_step;
+  int32_t head;
+  int32_t in_column;  // parts of one tile, where they are in step, else 0
 
   Cut() = default;
-  __device__ Cut(int64_t blocks, int64_t in_step_from, int64_t tiles, int64_t most_parts)
-      : blocks(blocks), tiles(tiles), in_step(false) {
-    const int64_t in_column = max(int64_t{1}, min(quotient(most_parts, tiles), blocks / kFewestBlocks));
-    parts = max(int64_t{1}, min(most_parts, blocks * tiles / kFewestBlocks));
-    const int64_t busy = in_column * tiles;
-    if (blocks > in_step_from && busy <= most_parts &&
-        static_cast<double>(busy) >= (1.0 - kMostIdle) * static_cast<double>(most_parts)) {
-      in_step = true;
+  // Of so many blocks of a tile, over so many requests that have some; `column` is most_parts / tiles. `even`: the
+  // requests are of one length, and are cut into the same number of parts each if that leaves few thread blocks
+  // idle: then nobody has pieces of two.
+  __device__ Cut(int64_t blocks, int64_t requests, bool even, int32_t most_head, int64_t in_step_from,
+                 int64_t tiles, int32_t most_parts, int32_t column)
+      : tiles(tiles), head(0), in_column(0) {
+    const auto is_enough = [&](int64_t parts) {
+      return static_cast<float>(parts) >= (1.0f - kMostIdle) * static_cast<float>(most_parts);
+    };
+    if (even && requests > 1 && column >= requests) {
+      const int32_t aligned = column - static_cast<int32_t>(column % static_cast<int32_t>(requests));
+      if (is_enough(aligned * tiles)) {
+        column = aligned;
+        most_head = 0;
+      }
+    }
+    column = max(1, static_cast<int32_t>(min(int64_t{column}, blocks / kFewestBlocks)));
+    parts = max(int64_t{1}, min(int64_t{most_parts}, blocks * tiles / kFewestBlocks));
+    const int64_t busy = column * tiles;
+    if (blocks > in_step_from && busy <= most_parts && is_enough(busy)) {
+      in_column = column;
       parts = busy;
     }
+    // With one request a part has one piece. Heads are small beside a part, so that every part has some work.
+    if (requests > 1 && most_head > 0) {
+      head = static_cast<int32_t>(min(int64_t{most_head}, quotient(blocks * tiles, parts) / 4));
+    }
+    this->blocks = blocks + head * requests;
   }
-  __device__ int64_t part_of(int64_t block) const {
-    if (!in_step) return block;
-    const int64_t row = quotient(block, tiles);
-    return (block - row * tiles) * quotient(parts, tiles) + row;
+  // Of a request of so many blocks, on the line.
+  __device__ int32_t length(int32_t request_blocks) const { return request_blocks > 0 ? request_blocks + head : 0; }
+  // Of a thread block; `row` is block / tiles.
+  __device__ Share share(int32_t block, int32_t row) const {
+    if (in_column > 0) {
+      const int32_t tile = block - row * static_cast<int32_t>(tiles);
+      const int64_t line = tile * blocks;
+      return {int64_t{tile} * in_column + row, line + quotient(row * blocks, in_column),
+              line + quotient((row + 1) * blocks, in_column), tile};
+    }
+    const int64_t begin = quotient(block * (blocks * tiles), parts);
+    return {block, begin, quotient((block + int64_t{1}) * (blocks * tiles), parts),
+            static_cast<int32_t>(quotient(begin, blocks))};
   }
-  __device__ int64_t begin(int64_t part) const { return quotient(part * (blocks * tiles), parts); }
   __device__ int64_t part_with(int64_t at) const { return quotient((at + 1) * parts - 1, blocks * tiles); }
 };
 
@@ -134,18 +169,21 @@ struct WorkOf {
   int32_t first_masked;  // blocks from here on reach into the tree
   int32_t tile;
   int64_t b;
-  int64_t offset;    // blocks of requests before it
-  int64_t position;  // of the first block in the line
+  int64_t offset;    // on the line, of its request in its tile
+  int64_t position;  // on the line, of what comes after it
 
-  // `at` and `line_end` are positions in the line, `offset` is set.
-  __device__ void set(const AttnRequest& of, int64_t request_index, const Cut& cut, int64_t at, int64_t line_end) {
+  // `at`, in this tile, and `line_end` are positions on the line, `offset` is set. A line that ends in the
+  // request's head leaves an empty piece, the last of its part.
+  __device__ void set(const AttnRequest& of, int64_t request_index, const Cut& cut, int32_t at_tile, int64_t at,
+                      int64_t line_end) {
     request = of;
     request_blocks = TheBlocks::count(of);
     b = request_index;
-    tile = static_cast<int32_t>(quotient(at, cut.blocks));
-    position = at;
-    first = static_cast<int32_t>(at - tile * cut.blocks - offset);
-    end = static_cast<int32_t>(min(line_end - at + first, int64_t{request_blocks}));
+    tile = at_tile;
+    const int64_t request_at = tile * cut.blocks + offset;
+    position = min(line_end, request_at + cut.length(request_blocks));
+    first = static_cast<int32_t>(max(at - request_at - cut.head, int64_t{0}));
+    end = static_cast<int32_t>(max(position - request_at - cut.head, int64_t{0}));
     const int64_t of_prefix = (request.prefix_len - TheBlocks::start(of)) / TheBlocks::kRows;
     first_masked = min(max(static_cast<int32_t>(of_prefix), first), end);
   }
@@ -153,6 +191,7 @@ struct WorkOf {
   // the wanted ones of the masked blocks.
   int32_t unmasked, count;
 
+  __device__ bool empty() const { return first == end; }
   __device__ bool whole() const { return first == 0 && end == request_blocks; }
   __device__ int32_t node_rows(int32_t num_heads) const { return request.node_count * num_heads; }
   __device__ int64_t first_row(int32_t block) const {
@@ -164,15 +203,17 @@ struct WorkOf {
 };
 
 // Turns a piece of work into the next one, which is in the next request that has blocks. False when there is none.
-// One warp.
-template <class TheBlocks>
-__device__ bool next_work(WorkOf<TheBlocks>& w, const AttnRequest* requests, int64_t batch_size, const Cut& cut,
+// One warp. `requests` has the numbers of request b at [b].
+template <class TheBlocks, class Requests>
+__device__ bool next_work(WorkOf<TheBlocks>& w, const Requests& requests, int64_t batch_size, const Cut& cut,
                           int64_t line_end) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-  const int64_t position = w.position + (w.end - w.first);
+  const int64_t position = w.position;
   if (position >= line_end) return false;
-  int64_t offset = w.offset + w.request_blocks, b = w.b + 1;  // the piece before this one ended its request
-  if (offset == cut.blocks) offset = b = 0;                   // and its tile
+  int64_t offset = w.offset + cut.length(w.request_blocks),
+          b = w.b + 1;                      // the piece before this one ended its request
+  const bool turns = offset == cut.blocks;  // and its tile
+  if (turns) offset = b = 0;
   for (unsigned lanes = 0;; b += kWarpSize) {
     lanes = __ballot_sync(kAllLanes, b + lane < batch_size && TheBlocks::count(requests[b + lane]) > 0);
     if (lanes == 0) continue;
@@ -182,9 +223,10 @@ __device__ bool next_work(WorkOf<TheBlocks>& w, const AttnRequest* requests, int
   __syncwarp();
   if (lane == 0) {
     w.offset = offset;
-    w.set(requests[b], b, cut, position, line_end);
+    w.set(requests[b], b, cut, w.tile + (turns ? 1 : 0), position, line_end);
   }
-  return true;
+  __syncwarp();
+  return !w.empty();
 }
 
 // ---- what a query sees -------------------------------------------------------------------------------
@@ -292,21 +334,36 @@ inline int32_t page_shift_of(const kdt_kv_cache& cache) {
   return shift;
 }
 
-// The scratch of both kernels: the blocks before each request and, after the last, of all; then two partial results
-// a part.
+// What the joining kernel knows of the plan: [batch_size, tiles], the first and the last part that have blocks of a
+// request in a tile. Written by the first of them; 0 and -1 for requests without blocks.
+struct Plan {
+  int2* ranges;
+  int64_t tiles;
+
+  // A request without blocks; by kThreads threads, of which this is number `thread`.
+  template <int32_t kThreads>
+  __device__ void write_none(int64_t b, int32_t thread) const {
+    for (int64_t tile = thread; tile < tiles; tile += kThreads) ranges[b * tiles + tile] = make_int2(0, -1);
+  }
+  template <class TheBlocks>
+  __device__ void write_range(const WorkOf<TheBlocks>& w, const Cut& cut, int64_t part) const {
+    if (w.first != 0) return;
+    int64_t last = part;
+    if (!w.whole()) last = cut.part_with(w.tile * cut.blocks + w.offset + cut.length(w.request_blocks) - 1);
+    ranges[w.b * tiles + w.tile] = make_int2(static_cast<int32_t>(part), static_cast<int32_t>(last));
+  }
+};
+
+// The scratch of both kernels: the plan, and two partial results a part.
 struct Scratch {
-  int64_t* offsets;
+  Plan plan;
   Partial* partials;
 };
-size_t offsets_bytes(int64_t batch_size);
-inline Scratch scratch_of(void* workspace, int64_t batch_size) {
-  std::byte* begin = static_cast<std::byte*>(workspace);
-  return {reinterpret_cast<int64_t*>(begin), reinterpret_cast<Partial*>(begin + offsets_bytes(batch_size))};
-}
+size_t plan_bytes(const kdt_verify_attn_params& p);
+Scratch scratch_of(void* workspace, const kdt_verify_attn_params& p);
 
 // Launches the kernel that joins the parts of rows whose tile was cut and writes those of requests without rows,
 // after one that was launched on as many blocks as there are multiprocessors.
-int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
-                        int64_t in_step_from);
+int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch);
 
 }  // namespace kdt::cuda

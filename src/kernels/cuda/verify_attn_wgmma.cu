@@ -9,19 +9,22 @@
 // - The weights of a group's own block are operands in its registers; the other group has them from shared memory.
 // - Softmax in base 2. The maximum that is subtracted, one for both groups, follows the true one only when that has
 //   risen by more than 2^8: then the results so far are rescaled, which is rare.
-// - A third warpgroup loads, with few registers: one thread the columns 0..255 of each block, one the others. Each
-//   half is refilled when its reader is done. It runs ahead into the next piece of work, which is planned while the
-//   queries of the piece before it are loaded.
-// - The plan, partial results and their joining are those of verify_attn_parts.cuh. Blocks begin at multiples of 64
-//   rows, so that a page of 64 rows or more holds a block whole.
+// - A third warpgroup, with few registers, does the rest. One thread loads the columns 0..255 of queries and
+// blocks,
+//   one the others; each half of a block is refilled when its reader is done, and read as its columns arrive, 64
+//   by 64. A warp plans, a piece of work ahead, and lets loads begin before it knows which blocks of the tree are
+//   seen. A warp works out what the query rows see of the blocks that are masked.
+// - Partial results and their joining are those of verify_attn_parts.cuh. Blocks begin at multiples of 64 rows, so
+//   that a page of 64 rows or more holds a block whole.
 //
-// Masks: only the blocks that reach into the tree, or before kv_start, are masked. Boxes (pages, or 64 rows of one)
-// that have no row of the request, or no page, are zeros; the other rows of a box come as they are and count as
-// masked. A NaN or infinity in a row makes its scores no numbers in every query row; where that shows in a masked
-// block it is taken out of the values, and poison() writes NaN where a query sees it.
+// Masks: only the blocks that reach into the tree, or before kv_start, or that lack a page are masked. Boxes
+// (pages, or 64 rows of one) that have no row of the request, or no page, are zeros; the other rows of a box come
+// as they are and count as masked. A NaN or infinity in a row makes its scores no numbers in every query row; where
+// that shows in a masked block it is taken out of the values, and poison() writes NaN where a query sees it.
 //
-// Limits: Hopper alone. Cache rows in units of 16 bytes, pages of at least 8 rows, query rows in units of 16 bytes;
-// else verify_attn_mma.cu. One block a multiprocessor, 227 KB of shared memory.
+// Limits: Hopper alone. Cache rows in units of 16 bytes, pages of at least 8 rows, query rows in units of 16 bytes
+// and evenly spaced or heads in eights, a scale above 0; else verify_attn_mma.cu. One block a multiprocessor, 227
+// KB of shared memory.
 //
 // Figures, and what was tried and lost: plans/0007-verify-attn-wgmma.md.
 #include <cuda_runtime.h>
@@ -29,6 +32,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 
 #include "verify_attn_parts.cuh"
 #include "wgmma.cuh"
@@ -52,41 +56,50 @@ enum : int { kFirstBegun = 1, kFirstWeights, kSecondWeights, kAll, kGroup };
 
 // What loaders need of a piece.
 struct Loads {
-  int32_t count;  // of blocks; negative: there is no more
-  int32_t unmasked;
+  int32_t unmasked;                      // blocks; negative: there is no more work
   uint32_t first_row, first_masked_row;  // of the first blocks of either kind
   uint32_t begin_row, end_row;           // rows of the request
   uint32_t request;
+  uint32_t first_query;  // query row, query-major, head-minor
 };
 
 struct Piece {
   Work work;
   Loads loads;
-  int32_t wanted[TheBlocks::kMaxMasked];  // counted from work.first_masked
+  int32_t lacks_rows;                     // a page that it needs is missing
+  uint8_t wanted[TheBlocks::kMaxMasked];  // counted from work.first_masked
 };
 
-// How pages are cut into boxes.
+// How pages and queries are cut into boxes.
 struct Boxes {
   int32_t rows;       // of a box
   uint32_t row_mask;  // of a row in its page
   int32_t page_shift;
+  int32_t query_rows;   // of a box
+  uint32_t query_line;  // query rows that lie at one distance
 };
 
 struct Shared {
   alignas(1024) unsigned char stages[kStages][kChunks][kChunkBytes];
   unsigned char queries[kVChunks][kChunkBytes];  // the last 64 columns are in registers
-  unsigned char weights[2][kChunkBytes];
-  float base[kTile];        // RowState::max
-  float factors[2][kTile];  // by which a group's block changed the results' unit
-  float sums[2][kTile];     // of the weights of a group's blocks
-  int32_t seen[2][kTile];
+  unsigned char weights[2][kChunkBytes];         // the second at first has the last 64 columns of the queries
+  uint64_t masks[kStages][kTile];                // what each query row sees of a block, where that is masked
+  float base[kTile];                             // RowState::max
+  float factors[2][kTile];  // by which a group's block changed the results' unit, for warps with `rose`
+  float sums[2][kTile];     // of the weights of a group's blocks; negative: none of their rows is seen
+  int32_t masked[kStages];
+  int32_t rose[2];          // 1 + a group's last block that raised a maximum
+  int32_t warp_rose[2][4];  // the same of the group's warps
   int32_t poisoned;
-  int32_t rose;                                             // 1 + the last block of group 0 that raised a maximum
-  alignas(8) uint64_t full[kStages][2], empty[kStages][2];  // of the halves of the columns
-  uint64_t piece_full[2], piece_empty[2];
+  uint64_t full[kStages][kChunks];  // columns of a block
+  uint64_t empty[kStages][2];       // halves of a block
+  uint64_t masks_full[kStages];
+  uint64_t queries_full, queries_empty;
+  uint64_t piece_full[2], wanted_full[2], piece_empty[2];
   Piece pieces[2];
   Cut cut;
-  int64_t part;
+  Share share;
+  int32_t streams;  // cache rows need not stay in the L2 cache
 };
 static_assert(sizeof(Shared) <= kHopperShared);
 
@@ -99,44 +112,69 @@ constexpr int32_t kHalf = kVChunks / 2;
 // Where dynamic shared memory begins on Hopper in a kernel without static shared memory: the first 1,024 bytes are
 // the system's. As a constant, so that descriptors are constants; attend_hopper() checks it.
 constexpr uint32_t kSharedBase = 1024;
-constexpr int32_t kFoldEvery = 16;  // pairs between foldings of RowState::recent into weight
+constexpr int32_t kHead = 4;  // blocks that a further piece of work costs: queries, results, an empty pipeline
+constexpr int32_t kEarlyWeights = 2;  // of the four parts of a group's weights: stored before it waits for values
+constexpr int32_t kFoldEvery = 16;    // pairs between foldings of RowState::recent into weight
 constexpr int32_t kConsumerRegisters = 240, kLoaderRegisters = 24;
-constexpr int32_t kPlanner = kConsumers / kWarpSize - 1;  // a warp of the group that starts last
-
-__device__ int32_t block_at(const Piece& piece, int32_t i) {
-  const Work& w = piece.work;
-  return i < w.unmasked ? w.first + i : w.first_masked + piece.wanted[i - w.unmasked];
-}
+// Warps of the third group.
+enum : int { kLeftLoader, kRightLoader, kMasker, kPlanner };
+constexpr int32_t kConsumerWarps = kConsumers / kWarpSize;
 
 // ---- planning, by one warp ---------------------------------------------------------------------------
 
-// Blocks of all requests.
-__device__ int64_t count_blocks(const AttnRequest* requests, int64_t batch_size) {
-  int64_t blocks = 0;
-  for (int64_t b = threadIdx.x % kWarpSize; b < batch_size; b += kWarpSize) blocks += TheBlocks::count(requests[b]);
-  return sum_of_lanes(blocks);
+// The numbers of the requests.
+struct Requests {
+  const kdt_verify_attn_params& p;
+  const kdt_kv_cache& cache;
+  const kdt_tree& tree;
+  int64_t live;
+
+  __device__ AttnRequest operator[](int64_t b) const {
+    int32_t status = 0;
+    return b < live ? read_request(p, cache, tree, b, &status) : AttnRequest{0, 0, 0, 0};
+  }
+  // Of request `first` and this lane's number.
+  __device__ AttnRequest of_lane(int64_t first) const { return (*this)[first + threadIdx.x % kWarpSize]; }
+};
+
+// Blocks of all requests, how many have some, and the most of one. `mine` are the numbers of request `lane`.
+struct Counts {
+  int64_t blocks, requests;
+  int32_t longest;
+};
+__device__ Counts count_blocks(const Requests& requests, int64_t batch_size, const AttnRequest& mine) {
+  Counts counts = {0, 0, 0};
+  int32_t own = TheBlocks::count(mine);
+  for (int64_t first = 0;;) {
+    counts.blocks += __reduce_add_sync(kAllLanes, own);  // at most 2^31 / 64 a request
+    counts.longest = max(counts.longest, __reduce_max_sync(kAllLanes, own));
+    counts.requests += __popc(__ballot_sync(kAllLanes, own > 0));
+    first += kWarpSize;
+    if (first >= batch_size) return counts;
+    own = TheBlocks::count(requests.of_lane(first));
+  }
 }
 
-// Sets `work` to the first piece of a part. With `offsets` also writes the blocks before each request.
-__device__ void find_first_work(Work& work, const AttnRequest* requests, int64_t batch_size, const Cut& cut,
-                                int64_t part, int64_t* offsets) {
+// Sets `work` to the first piece of a part.
+__device__ void find_first_work(Work& work, const Requests& requests, int64_t batch_size, AttnRequest mine,
+                                const Cut& cut, const Share& share) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-  const int64_t begin = cut.begin(part), wanted = begin - quotient(begin, cut.blocks) * cut.blocks;
+  const int64_t wanted = share.begin - share.tile * cut.blocks;
   int64_t before = 0;
-  for (int64_t first = 0; first < batch_size; first += kWarpSize) {
+  for (int64_t first = 0;;) {
     const int64_t b = first + lane;
-    const int64_t own = b < batch_size ? TheBlocks::count(requests[b]) : 0;
-    const int64_t sum = sum_up_to_lane(own);
-    const int64_t offset = before + sum - own;
+    const int32_t own = cut.length(TheBlocks::count(mine)), sum = sum_up_to_lane(own);
+    const int64_t offset = before + (sum - own);
     if (offset <= wanted && wanted < offset + own) {
       work.offset = offset;
-      work.set(requests[b], b, cut, begin, cut.begin(part + 1));
+      work.set(mine, b, cut, share.tile, share.begin, share.end);
     }
-    if (offsets != nullptr && b < batch_size) offsets[b] = offset;
     before += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
-    if (offsets == nullptr && before > wanted) break;
+    if (before > wanted) break;
+    first += kWarpSize;
+    if (first >= batch_size) break;
+    mine = requests.of_lane(first);
   }
-  if (offsets != nullptr && lane == 0) offsets[batch_size] = cut.blocks;
   __syncwarp();
 }
 
@@ -159,111 +197,270 @@ __device__ void find_wanted(Piece& piece, const kdt_verify_attn_params& p, const
 #pragma unroll
     for (int32_t step = 4; step < kWarpSize; step *= 2) seen |= __shfl_xor_sync(kAllLanes, seen, step);
     const unsigned lanes = __ballot_sync(kAllLanes, seen != 0) & 0xf;
-    if (lane < 4 && seen != 0) piece.wanted[wanted + __popc(lanes & ((1u << lane) - 1))] = base + lane;
+    if (lane < 4 && seen != 0) {
+      piece.wanted[wanted + __popc(lanes & ((1u << lane) - 1))] = static_cast<uint8_t>(base + lane);
+    }
     wanted += __popc(lanes);
   }
-  if (lane == 0) {
-    w.unmasked = first_row < end_row ? w.first_masked - w.first : 0;
-    w.count = w.unmasked + wanted;
-    piece.loads = {w.count,
-                   w.unmasked,
-                   static_cast<uint32_t>(w.first_row(w.first)),
-                   static_cast<uint32_t>(w.first_row(w.first_masked)),
-                   static_cast<uint32_t>(w.request.kv_start),
-                   static_cast<uint32_t>(w.request.prefix_len) + static_cast<uint32_t>(w.request.node_count),
-                   static_cast<uint32_t>(w.b)};
-  }
+  if (lane == 0) w.count = w.unmasked + wanted;
 }
 
-// Plans piece k of this thread block; the piece before it is planned, the one before that done with. `more`:
-// whether there was one. Returns whether there is this one.
-__device__ bool plan(Shared& s, uint32_t memory, uint32_t k, bool more, const kdt_verify_attn_params& p,
-                     const kdt_tree& tree, const AttnRequest* requests, int64_t* offsets, int64_t tiles) {
+// Plans the first piece of this thread block. Returns whether there is one.
+__device__ bool plan_first(Shared& s, const kdt_verify_attn_params& p, const Requests& requests, int64_t tiles) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-  Piece& piece = s.pieces[k % 2];
-  if (k == 0) {
-    const int64_t blocks = count_blocks(requests, p.batch_size);
-    if (blocks == 0 && blockIdx.x == 0) {
-      for (int64_t b = lane; b <= p.batch_size; b += kWarpSize) offsets[b] = 0;
-    }
-    const Cut cut(max(blocks, int64_t{1}), TheBlocks::kInStepFrom, tiles, gridDim.x);
-    more = blocks > 0 && blockIdx.x < cut.parts;
-    if (more) {
-      const int64_t part = cut.part_of(blockIdx.x);
-      if (lane == 0) {
-        s.cut = cut;
-        s.part = part;
-      }
-      find_first_work(piece.work, requests, p.batch_size, cut, part, blockIdx.x == 0 ? offsets : nullptr);
-    }
-  } else if (more) {
-    if (k > 1) wait_for_phase(memory + offsetof(Shared, piece_empty) + k % 2 * 8, (k / 2 - 1) & 1);
-    if (lane == 0) piece.work = s.pieces[(k - 1) % 2].work;
-    __syncwarp();
-    more = next_work(piece.work, requests, p.batch_size, s.cut, s.cut.begin(s.part + 1));
-    __syncwarp();
+  const AttnRequest mine = requests.of_lane(0);
+  const int32_t most = static_cast<int32_t>(gridDim.x), block = static_cast<int32_t>(blockIdx.x);
+  const int32_t column = static_cast<int32_t>(most / tiles), row = static_cast<int32_t>(block / tiles);
+  const Counts counts = count_blocks(requests, p.batch_size, mine);
+  const bool even = counts.requests * counts.longest == counts.blocks;
+  const Cut cut(max(counts.blocks, int64_t{1}), counts.requests, even, kHead, TheBlocks::kInStepFrom, tiles, most,
+                column);
+  if (counts.blocks == 0 || block >= cut.parts) return false;
+  const Share share = cut.share(block, row);
+  if (lane == 0) {
+    s.cut = cut;
+    s.share = share;
+    s.streams = tiles == 1 || counts.blocks * (kBlock * kRowBytes) <= kStreamBytesHopper ? 1 : 0;
   }
-  if (more) {
-    find_wanted(piece, p, tree);
-  } else if (lane == 0) {
-    piece.loads.count = -1;
+  Work& w = s.pieces[0].work;
+  find_first_work(w, requests, p.batch_size, mine, cut, share);
+  return !w.empty();
+}
+
+// Plans piece k > 0; the piece before it is planned. Returns whether there is one.
+__device__ bool plan_next(Shared& s, uint32_t memory, uint32_t k, const kdt_verify_attn_params& p,
+                          const Requests& requests) {
+  Work& w = s.pieces[k % 2].work;
+  if (k > 1) wait_for_phase(memory + offsetof(Shared, piece_empty) + k % 2 * 8, (k / 2 - 1) & 1);
+  if (threadIdx.x % kWarpSize == 0) w = s.pieces[(k - 1) % 2].work;
+  __syncwarp();
+  return next_work(w, requests, p.batch_size, s.cut, s.share.end);
+}
+
+// Tells all others of piece k, or that there is none; then what of the tree is seen.
+__device__ void publish(Shared& s, uint32_t memory, uint32_t k, bool is, const kdt_verify_attn_params& p,
+                        const kdt_tree& tree, const Plan& plan) {
+  Piece& piece = s.pieces[k % 2];
+  Work& w = piece.work;
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  if (first_lane) {
+    piece.loads.unmasked = -1;
+    if (is) {
+      const int32_t first_query = w.tile * kTile;
+      w.unmasked = first_query < w.node_rows(p.num_heads) ? w.first_masked - w.first : 0;
+      piece.lacks_rows = 0;
+      piece.loads = {w.unmasked,
+                     static_cast<uint32_t>(w.first_row(w.first)),
+                     static_cast<uint32_t>(w.first_row(w.first_masked)),
+                     static_cast<uint32_t>(w.request.kv_start),
+                     static_cast<uint32_t>(w.request.prefix_len) + static_cast<uint32_t>(w.request.node_count),
+                     static_cast<uint32_t>(w.b),
+                     static_cast<uint32_t>(first_query)};
+    }
+    arrive(memory + offsetof(Shared, piece_full) + k % 2 * 8);
   }
   __syncwarp();
-  if (lane == 0) arrive(memory + offsetof(Shared, piece_full) + k % 2 * 8);
-  return more;
+  if (!is) return;
+  find_wanted(piece, p, tree);
+  __syncwarp();
+  if (first_lane) {
+    arrive(memory + offsetof(Shared, wanted_full) + k % 2 * 8);
+    plan.write_range(w, s.cut, s.share.part);
+  }
 }
 
-// ---- loading, by one thread --------------------------------------------------------------------------
+// One warp of each thread block: the statuses of its share of the requests, and which of them have no work.
+__device__ void write_statuses(const kdt_verify_attn_params& p, const kdt_kv_cache& cache, const kdt_tree& tree,
+                               int64_t live, const Plan& plan) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
+  for (int64_t b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
+    int32_t status = 0;
+    AttnRequest request = {0, 0, 0, 0};
+    if (b < live) request = read_request(p, cache, tree, b, &status);
+    if (request.node_count == 0) plan.write_none<kWarpSize>(b, lane);
+    if (p.status == nullptr) continue;
+    if (__any_sync(kAllLanes, lacks_rows<kWarpSize>(cache, tree, b, request, lane))) status |= KDT_STATUS_CLAMPED;
+    if (lane == 0) p.status[b] = status;
+  }
+}
 
-// Loads one half of the columns (the last 64 belong to the right one) of all blocks.
+// ---- blocks, one after another ------------------------------------------------------------------------
+
+// A walk over the blocks of all pieces, for those who prepare them: a thread or a warp.
+class Walk {
+ public:
+  __device__ Walk(Shared& s, uint32_t memory) : s_(s), memory_(memory) {}
+
+  // The next piece, or nullptr after the last.
+  __device__ __forceinline__ Piece* next_piece() {
+    wait_for_phase(memory_ + offsetof(Shared, piece_full) + k_ % 2 * 8, k_ / 2 & 1);
+    Piece& piece = s_.pieces[k_ % 2];
+    i_ = -1;
+    count_ = piece.loads.unmasked;
+    in_tree = false;
+    return count_ < 0 ? nullptr : &piece;
+  }
+  // The next block of a piece. False after the last one.
+  __device__ __forceinline__ bool next_block(const Piece& piece) {
+    if (++i_ == count_) {
+      if (in_tree) return false;
+      wait_for_phase(memory_ + offsetof(Shared, wanted_full) + k_ % 2 * 8, k_ / 2 & 1);
+      in_tree = true;
+      count_ = piece.work.count;
+      if (i_ == count_) return false;
+    }
+    stage = i_ % 2;
+    const Loads& loads = piece.loads;
+    row = in_tree ? loads.first_masked_row + uint32_t{piece.wanted[i_ - loads.unmasked]} * kBlock
+                  : loads.first_row + static_cast<uint32_t>(i_) * kBlock;
+    return true;
+  }
+  // Waits until the block before in the same stage has been used, in one half of its columns.
+  __device__ __forceinline__ void wait_until_free(int32_t half) {
+    if ((used_ >> stage & 1) != 0) {
+      wait_for_phase(memory_ + offsetof(Shared, empty) + (stage * 2 + half) * 8, used_ >> (2 + stage) & 1);
+      used_ ^= 4u << stage;
+    }
+    used_ |= 1u << stage;
+  }
+  // One thread tells.
+  __device__ __forceinline__ void leave_piece(bool tells = true) {
+    if (tells) arrive(memory_ + offsetof(Shared, piece_empty) + k_ % 2 * 8);
+    ++k_;
+  }
+  __device__ uint32_t piece_number() const { return k_; }
+
+  uint32_t stage, row;  // the first row of the block
+  bool in_tree;         // the block reaches into the tree
+
+ private:
+  Shared& s_;
+  const uint32_t memory_;
+  uint32_t k_ = 0, used_ = 0;  // bit s: stage s has been; bit 2 + s: the parity of its next release
+  int32_t i_, count_;
+};
+
+// The page of the box that begins with this row: -1 for none. `wanted`: the request has rows there.
+struct PageOf {
+  int32_t page;
+  bool wanted;
+};
+__device__ __forceinline__ PageOf page_of(const kdt_kv_cache& cache, const Boxes& boxes, const Loads& loads,
+                                          uint32_t row) {
+  if (row >= loads.end_row || row + boxes.rows <= loads.begin_row) return {-1, false};
+  if (cache.block_table == nullptr) return {static_cast<int32_t>(loads.request), true};
+  const int32_t column = static_cast<int32_t>(row >> boxes.page_shift);
+  return {column < cache.max_pages ? cache.block_table[loads.request * cache.block_table_stride + column] : -1,
+          true};
+}
+
+// One thread: loads one half of the columns (the last 64 belong to the right one) of all queries and blocks.
 template <int32_t kHalfIndex>
 __device__ __forceinline__ void load(Shared& s, uint32_t memory, const kdt_kv_cache& cache, const CUtensorMap& map,
-                                     const Boxes& boxes) {
+                                     const CUtensorMap& query_map, const Boxes& boxes) {
   constexpr int32_t kBegin = kHalfIndex * kHalf, kEnd = kHalfIndex == 0 ? kHalf : kChunks;
-  uint32_t loaded = 0;  // bit s: stage s has been; bit 2 + s: the parity of its next release
-  for (uint32_t k = 0;; ++k) {
-    wait_for_phase(memory + offsetof(Shared, piece_full) + k % 2 * 8, k / 2 & 1);
-    const Piece& piece = s.pieces[k % 2];
-    const Loads& loads = piece.loads;
-    const int32_t count = loads.count;
-    if (count < 0) return;
+  const uint64_t policy = policy_once();
+  Walk walk(s, memory);
+  while (const Piece* const piece = walk.next_piece()) {
+    const Loads& loads = piece->loads;
+    const bool streams = s.streams != 0;
+    if (walk.piece_number() > 0) {
+      wait_for_phase(memory + offsetof(Shared, queries_empty), (walk.piece_number() - 1) & 1);
+    }
+    // Its page is asked for before the queries, to be there after them.
+    bool is_block = walk.next_block(*piece);
+    int32_t page = is_block ? page_of(cache, boxes, loads, walk.row).page : -1;
+    const uint32_t queries_full = memory + offsetof(Shared, queries_full);
+    arrive_expecting(queries_full, (kEnd - kBegin) * kChunkBytes);
 #pragma unroll 1
-    for (int32_t i = 0; i < count; ++i) {
-      const uint32_t stage = i % 2;
-      uint32_t row = loads.first_row + static_cast<uint32_t>(i) * kBlock;
-      if (i >= loads.unmasked) {
-        row = loads.first_masked_row + static_cast<uint32_t>(piece.wanted[i - loads.unmasked]) * kBlock;
-      }
-      uint32_t target = memory + stage * static_cast<uint32_t>(kChunks * kChunkBytes) + kBegin * kChunkBytes;
-      const uint32_t full = memory + offsetof(Shared, full) + (stage * 2 + kHalfIndex) * 8;
-      const auto page_of = [&]() -> int32_t {
-        if (row >= loads.end_row || row + boxes.rows <= loads.begin_row) return -1;
-        if (cache.block_table == nullptr) return static_cast<int32_t>(loads.request);
-        const int32_t column = static_cast<int32_t>(row >> boxes.page_shift);
-        return column < cache.max_pages ? cache.block_table[loads.request * cache.block_table_stride + column] : -1;
-      };
-      int32_t page = page_of();
-      if ((loaded >> stage & 1) != 0) {
-        wait_for_phase(memory + offsetof(Shared, empty) + (stage * 2 + kHalfIndex) * 8, loaded >> (2 + stage) & 1);
-        loaded ^= 4u << stage;
-      }
-      loaded |= 1u << stage;
-      arrive_expecting(full, (kEnd - kBegin) * kChunkBytes);
-#pragma unroll 1
-      for (int32_t r = 0;;) {
+    for (int32_t r = 0; r < kTile; r += boxes.query_rows) {
+      const uint32_t row = loads.first_query + r, line = row / boxes.query_line;
 #pragma unroll
-        for (int32_t c = 0; c < kEnd - kBegin; ++c) {
-          copy_box(target + c * kChunkBytes, map, full, (kBegin + c) * 64,
-                   static_cast<int32_t>(row & boxes.row_mask), page);
+      for (int32_t c = kBegin; c < kEnd; ++c) {
+        const uint32_t target = static_cast<uint32_t>(c < kVChunks ? offsetof(Shared, queries) + c * kChunkBytes
+                                                                   : offsetof(Shared, weights) + kChunkBytes);
+        copy_box(memory + target + r * 128, query_map, queries_full, c * 64,
+                 static_cast<int32_t>(row - line * boxes.query_line), static_cast<int32_t>(line),
+                 static_cast<int32_t>(loads.request));
+      }
+    }
+    while (is_block) {
+      uint32_t row = walk.row;
+      const uint32_t full = memory + offsetof(Shared, full) + walk.stage * (kChunks * 8);
+      uint32_t target = memory + walk.stage * static_cast<uint32_t>(kChunks * kChunkBytes);
+      walk.wait_until_free(kHalfIndex);
+      int32_t r = 0;
+#pragma unroll 1
+      for (;;) {
+#pragma unroll
+        for (int32_t c = kBegin; c < kEnd; ++c) {
+          if (r == 0) arrive_expecting(full + c * 8, kChunkBytes);
+          const int32_t box_row = static_cast<int32_t>(row & boxes.row_mask);
+          if (streams) {
+            copy_box(target + c * kChunkBytes, map, full + c * 8, c * 64, box_row, page, policy);
+          } else {
+            copy_box(target + c * kChunkBytes, map, full + c * 8, c * 64, box_row, page);
+          }
         }
         r += boxes.rows;
         if (r >= kBlock) break;
         row += boxes.rows;
         target += boxes.rows * 128;
-        page = page_of();
+        page = page_of(cache, boxes, loads, row).page;
       }
+      is_block = walk.next_block(*piece);
+      if (is_block) page = page_of(cache, boxes, loads, walk.row).page;
     }
-    arrive(memory + offsetof(Shared, piece_empty) + k % 2 * 8);
+    walk.leave_piece();
+  }
+}
+
+// One warp: what the query rows see of each block, where that is not everything.
+__device__ __forceinline__ void mask(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
+                                     const kdt_kv_cache& cache, const kdt_tree& tree, const Boxes& boxes) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
+  Walk walk(s, memory);
+  while (Piece* const piece = walk.next_piece()) {
+    const Loads& loads = piece->loads;
+    while (walk.next_block(*piece)) {
+      bool lacking = false;
+      if (lane * boxes.rows < kBlock) {
+        const PageOf box = page_of(cache, boxes, loads, walk.row + lane * boxes.rows);
+        lacking = box.wanted && (box.page < 0 || box.page >= cache.num_pages);
+      }
+      lacking = __any_sync(kAllLanes, lacking);
+      const bool masked = lacking || walk.in_tree || walk.row < loads.begin_row;
+      walk.wait_until_free(0);
+      if (masked) {
+        const Work& w = piece->work;
+        uint64_t there = ~uint64_t{0};
+        if (lacking) {
+          const unsigned low = __ballot_sync(kAllLanes, row_offset(cache, w.b, int64_t{walk.row} + lane) >= 0);
+          const unsigned high =
+              __ballot_sync(kAllLanes, row_offset(cache, w.b, int64_t{walk.row} + 32 + lane) >= 0);
+          there = uint64_t{high} << 32 | low;
+          if (lane == 0) piece->lacks_rows = 1;
+        }
+        if (walk.row < loads.begin_row) there &= ~bits_below(loads.begin_row - walk.row);
+        const int32_t slot = static_cast<int32_t>(walk.row - static_cast<uint32_t>(w.request.prefix_len));
+#pragma unroll 1
+        for (int32_t r = lane; r < kTile; r += kWarpSize) {
+          const int32_t row = static_cast<int32_t>(loads.first_query) + r;
+          uint64_t seen = 0;
+          if (row < w.node_rows(p.num_heads)) {
+            const int32_t query = row / p.num_heads;
+            seen = uint64_t{seen_bits(tree, w.b, query, slot + 32, w.request.node_count)} << 32 |
+                   seen_bits(tree, w.b, query, slot, w.request.node_count);
+          }
+          s.masks[walk.stage][r] = seen & there;
+        }
+      }
+      if (lane == 0) s.masked[walk.stage] = masked ? 1 : 0;
+      __syncwarp();
+      if (lane == 0) arrive(memory + offsetof(Shared, masks_full) + walk.stage * 8);
+    }
+    __syncwarp();
+    walk.leave_piece(lane == 0);
   }
 }
 
@@ -293,41 +490,22 @@ struct Place {
   int32_t group, warp, lane, row, t;
 };
 
-// What the query of a row of the tile sees of 32 rows of a block, from `from` on; one warp.
-__device__ __forceinline__ uint32_t mask_of(const Work& w, const kdt_verify_attn_params& p,
-                                            const kdt_kv_cache& cache, const kdt_tree& tree, int32_t row,
-                                            int32_t block, int32_t from) {
-  const int32_t tile_row = w.tile * kTile + row;
-  const int64_t first_row = w.first_row(block) + from;
-  uint32_t mask = 0;
-  if (tile_row < w.node_rows(p.num_heads)) {
-    mask = seen_bits(tree, w.b, tile_row / p.num_heads, w.first_slot(block) + from, w.request.node_count);
-  }
-  const int64_t before = w.request.kv_start - first_row;
-  if (before > 0) mask = before < 32 ? mask & ~0u << before : 0;
-  if (w.request.lacks_rows != 0) {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-    mask &= __ballot_sync(kAllLanes, row_offset(cache, w.b, first_row + lane) >= 0);
-  }
-  return mask;
-}
-
-// Queries times keys of the group's block, the left chunks or the right ones, each for themselves: tensor cores
-// round down when they add, and the scores are nearer when two shorter sums are added.
+// Queries times keys of the group's block, some of its chunks. The left and the right ones are two sums: tensor
+// cores round down when they add, and the scores are nearer when two shorter sums are added.
 template <class T, int32_t kBegin, int32_t kEnd>
 __device__ __forceinline__ void multiply_chunks(uint32_t memory, int32_t stage, uint32_t parity,
                                                 const Weights& last, Scores& scores) {
-  constexpr int32_t kHalfIndex = kBegin == 0 ? 0 : 1;
+  constexpr int32_t kFirst = kBegin < kHalf ? 0 : kHalf;  // of the sum
   const uint32_t keys = tile_by_rows(memory + stage * static_cast<uint32_t>(kChunks * kChunkBytes));
   const uint32_t queries = tile_by_rows(memory + static_cast<uint32_t>(offsetof(Shared, queries)));
-  wait_for_phase(memory + offsetof(Shared, full) + (stage * 2 + kHalfIndex) * 8, parity);
-  begin_products();
 #pragma unroll
   for (int32_t c = kBegin; c < kEnd; ++c) {
+    wait_for_phase(memory + offsetof(Shared, full) + (stage * kChunks + c) * 8, parity);
+    begin_products();
 #pragma unroll
     for (int32_t k = 0; k < 4; ++k) {
       const uint32_t key = further(keys, c * kChunkBytes + k * 32);
-      if (c == kBegin && k == 0) {
+      if (c == kFirst && k == 0) {
         multiply_64<T>(scores, further(queries, c * kChunkBytes), key);
       } else if (c < kVChunks) {
         multiply_add_64<T>(scores, further(queries, c * kChunkBytes + k * 32), key);
@@ -368,13 +546,13 @@ __device__ __forceinline__ void add_values(uint32_t values_at, uint32_t weights_
   end_products();
 }
 
-__device__ __forceinline__ void rescale(Results& results, float upper, float lower) {
+__device__ __forceinline__ void rescale(Results& results, const float (&factors)[2]) {
 #pragma unroll
   for (int32_t j = 0; j < 32; ++j) {
-    results[4 * j] *= upper;
-    results[4 * j + 1] *= upper;
-    results[4 * j + 2] *= lower;
-    results[4 * j + 3] *= lower;
+    results[4 * j] *= factors[0];
+    results[4 * j + 1] *= factors[0];
+    results[4 * j + 2] *= factors[1];
+    results[4 * j + 3] *= factors[1];
   }
 }
 
@@ -390,71 +568,81 @@ __device__ __forceinline__ void clean(unsigned char* stage) {
   fence_for_products();
 }
 
-// What the softmax of the two rows of a thread has come to, of this group's blocks.
+// What the softmax of the two rows of a thread has come to.
 struct Sums {
-  float weight[2], recent[2];
-  bool seen[2];
+  float base[2];               // RowState::max, the same in both groups
+  float weight[2], recent[2];  // of this group's blocks
+  uint32_t seen;               // bit h: this group's blocks have a row that row h sees
 
-  __device__ void rescale(float upper, float lower) {
-    weight[0] *= upper;
-    recent[0] *= upper;
-    weight[1] *= lower;
-    recent[1] *= lower;
+  __device__ void rescale(const float (&factors)[2]) {
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      weight[h] *= factors[h];
+      recent[h] *= factors[h];
+    }
   }
 };
 
-// Scores to weights. Returns whether the maximum of some row of this warp rose; `factors` are 1 for those that did
-// not.
+// All of them, without long chains.
+template <class Join>
+__device__ __forceinline__ float in_pairs(const float (&x)[8], const Join& join) {
+  return join(join(join(x[0], x[1]), join(x[2], x[3])), join(join(x[4], x[5]), join(x[6], x[7])));
+}
+
+// Whether the block that this group has in its stage is masked.
+__device__ __forceinline__ bool is_masked(const Shared& s, uint32_t memory, const Place& at, uint32_t parity) {
+  wait_for_phase(memory + offsetof(Shared, masks_full) + at.group * 8, parity);
+  return uniform(s.masked[at.group]) != 0;
+}
+
+// Scores to weights, of block i. Returns whether the maximum of some row of this warp rose; `factors` are 1 for
+// those that did not.
 template <class T>
-__device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
-                                        const kdt_tree& tree, const Piece& piece, const Place& at, int32_t i,
-                                        Scores& scores, Weights& weights, Sums& sums, float (&factors)[2]) {
-  const Work& w = piece.work;
-  const int32_t block = block_at(piece, i);
-  const bool masked = i >= w.unmasked || w.request.lacks_rows != 0 || w.first_row(block) < w.request.kv_start;
+__device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params& p, const Place& at, int32_t i,
+                                        bool masked, Scores& scores, Weights& weights, Sums& sums,
+                                        float (&factors)[2]) {
+  const int32_t stage = at.group;
   if (masked) {
     bool bad = false;
 #pragma unroll
     for (int32_t k = 0; k < 32; ++k) bad |= !(fabsf(scores[k]) < positive_infinity());
-    uint32_t masks[2][2] = {};  // of rows row and row + 8: the block's halves
-#pragma unroll 1
-    for (int32_t n = 0; n < 4; ++n) {
-      const uint32_t mask = mask_of(w, p, cache, tree, at.row + n / 2 * 8, block, n % 2 * 32);
-#pragma unroll
-      for (int32_t m = 0; m < 4; ++m) masks[m / 2][m % 2] = m == n ? mask : masks[m / 2][m % 2];
-    }
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
-      sums.seen[h] |= (masks[h][0] | masks[h][1]) != 0;
+      const uint64_t mask = s.masks[stage][at.row + h * 8];
+      if (mask != 0) sums.seen |= 1u << h;
 #pragma unroll
-      for (int32_t j = 0; j < 8; ++j) {
-        const int32_t k = 4 * j + 2 * h;
-        const uint32_t two = masks[h][j / 4] >> (8 * (j % 4) + 2 * at.t);
-        if ((two & 1) == 0) scores[k] = negative_infinity();
-        if ((two & 2) == 0) scores[k + 1] = negative_infinity();
+      for (int32_t half = 0; half < 2; ++half) {
+        const uint32_t bits = static_cast<uint32_t>(mask >> (32 * half)) >> (2 * at.t);
+#pragma unroll
+        for (int32_t j = 0; j < 4; ++j) {
+          const int32_t k = 4 * (half * 4 + j) + 2 * h;
+          if ((bits >> (8 * j) & 1) == 0) scores[k] = negative_infinity();
+          if ((bits >> (8 * j) & 2) == 0) scores[k + 1] = negative_infinity();
+        }
       }
     }
     if (sync_part_or<kGroupThreads>(kGroup + at.group, bad)) {
-      clean<T>(s.stages[i % 2][0]);
+      clean<T>(s.stages[stage][0]);
       s.poisoned = 1;
       sync_part<kGroupThreads>(kGroup + at.group);
     }
   } else {
-    sums.seen[0] = sums.seen[1] = true;
+    sums.seen = 3;
   }
-  float top[2] = {scores[0], scores[2]}, base[2];
+  float top[2];
 #pragma unroll
-  for (int32_t j = 0; j < 8; ++j) {
-    top[0] = fmaxf(top[0], fmaxf(scores[4 * j], scores[4 * j + 1]));
-    top[1] = fmaxf(top[1], fmaxf(scores[4 * j + 2], scores[4 * j + 3]));
+  for (int32_t h = 0; h < 2; ++h) {
+    float some[8];
+#pragma unroll
+    for (int32_t j = 0; j < 8; ++j) some[j] = fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]);
+    top[h] = in_pairs(some, [](float x, float y) { return fmaxf(x, y); });
   }
   const float scale = scale_of(p);
   bool rise = false;
 #pragma unroll
   for (int32_t h = 0; h < 2; ++h) {
-    base[h] = s.base[at.row + h * 8];
     factors[h] = 1.0f;
-    rise |= (top[h] - base[h]) * scale > kLazyMax;
+    rise |= (top[h] - sums.base[h]) * scale > kLazyMax;
   }
   rise = __any_sync(kAllLanes, rise);
   if (rise) {
@@ -462,34 +650,31 @@ __device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params&
     for (int32_t h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(kAllLanes, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(kAllLanes, top[h], 2));
-      if ((top[h] - base[h]) * scale > kLazyMax) {
-        factors[h] = exp2_approx((base[h] - top[h]) * scale);
-        base[h] = top[h];
+      if ((top[h] - sums.base[h]) * scale > kLazyMax) {
+        factors[h] = exp2_approx((sums.base[h] - top[h]) * scale);
+        sums.base[h] = top[h];
+      }
+      if (at.t == 0) {
+        s.factors[at.group][at.row + h * 8] = factors[h];
+        s.base[at.row + h * 8] = sums.base[h];
       }
     }
-  }
-  if (rise && at.group == 0 && at.lane == 0) s.rose = i + 1;
-  __syncwarp();  // all have read the old maxima
-  if (at.t == 0) {
-#pragma unroll
-    for (int32_t h = 0; h < 2; ++h) {
-      s.factors[at.group][at.row + h * 8] = factors[h];
-      if (rise) s.base[at.row + h * 8] = base[h];
-    }
+    sums.rescale(factors);
+    if (at.lane == 0) s.rose[at.group] = s.warp_rose[at.group][at.warp] = i + 1;
   }
 #pragma unroll
   for (int32_t h = 0; h < 2; ++h) {
-    if (base[h] == negative_infinity()) base[h] = 0.0f;
-    if (rise) {
-      sums.weight[h] *= factors[h];
-      sums.recent[h] *= factors[h];
-    }
-  }
+    const float base = sums.base[h] == negative_infinity() ? 0.0f : sums.base[h];
+    float some[8];
 #pragma unroll
-  for (int32_t k = 0; k < 32; ++k) {
-    const int32_t h = k / 2 % 2;
-    scores[k] = exp2_approx(fmaf(scores[k] - base[h], scale, kUnit<T>));
-    sums.recent[h] += scores[k];
+    for (int32_t j = 0; j < 8; ++j) {
+      float& low = scores[4 * j + 2 * h];
+      float& high = scores[4 * j + 2 * h + 1];
+      low = exp2_approx(fmaf(low - base, scale, kUnit<T>));
+      high = exp2_approx(fmaf(high - base, scale, kUnit<T>));
+      some[j] = low + high;
+    }
+    sums.recent[h] += in_pairs(some, [](float x, float y) { return x + y; });
   }
 #pragma unroll
   for (int32_t k = 0; k < 16; ++k) weights[k / 4][k % 4] = pack<T>(scores[2 * k], scores[2 * k + 1]);
@@ -503,20 +688,27 @@ __device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params&
   return rise;
 }
 
+// Takes over what the other group's block i made of the maxima of this thread's rows. For when s.rose says so.
+__device__ __forceinline__ void follow(const Shared& s, int32_t group, int32_t i, const Place& at, Sums& sums,
+                                       float (&factors)[2]) {
+  factors[0] = factors[1] = 1.0f;
+  if (s.warp_rose[group][at.warp] != i + 1) return;
+#pragma unroll
+  for (int32_t h = 0; h < 2; ++h) {
+    factors[h] = s.factors[group][at.row + h * 8];
+    sums.base[h] = s.base[at.row + h * 8];
+  }
+  sums.rescale(factors);
+}
+
+// Columns 16 kBegin .. 16 kEnd - 1.
+template <int32_t kBegin, int32_t kEnd>
 __device__ __forceinline__ void store_weights(uint32_t target, const Place& at, const Weights& weights) {
   const int32_t row = at.warp * 16 + at.lane % 16;
 #pragma unroll
-  for (int32_t k = 0; k < 4; ++k) {
+  for (int32_t k = kBegin; k < kEnd; ++k) {
     store_matrices(target + row * 128 + (((2 * k + at.lane / 16) ^ row % 8) * 16), weights[k]);
   }
-  fence_for_products();
-}
-
-// The other group's factors of this thread's rows; false when all in the warp are 1.
-__device__ __forceinline__ bool read_factors(const Shared& s, int32_t group, const Place& at, float (&factors)[2]) {
-  factors[0] = s.factors[group][at.row];
-  factors[1] = s.factors[group][at.row + 8];
-  return __any_sync(kAllLanes, factors[0] != 1.0f || factors[1] != 1.0f);
 }
 
 // This warp is done with its half of a stage.
@@ -536,22 +728,21 @@ __device__ __forceinline__ void release(uint32_t memory, const Place& at, int32_
 // last pair may have no second block.
 template <class T, bool kHasSecond, bool kIsMore>
 __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
-                                            const kdt_kv_cache& cache, const kdt_tree& tree, const Piece& piece,
                                             const Place& at, const Weights& last, uint32_t& loaded, int32_t i,
                                             Scores& scores, Scores& right, Results& results, Sums& sums) {
   const uint32_t left0 = memory, left1 = memory + kChunks * kChunkBytes;
   const uint32_t weights0 = memory + offsetof(Shared, weights), weights1 = weights0 + kChunkBytes;
   Weights weights;
   float factors[2];
+  const bool masked = is_masked(s, memory, at, (loaded - 1) & 1);
   wait_for_products<0>();
   add_right(scores, right);
   hold(results);
-  if (softmax<T>(s, p, cache, tree, piece, at, i, scores, weights, sums, factors)) {
-    rescale(results, factors[0], factors[1]);
-  }
+  if (softmax<T>(s, p, at, i, masked, scores, weights, sums, factors)) rescale(results, factors);
   // Group 1 has multiplied the weights before these: it then freed its half of the stage, which has been filled
   // since.
-  store_weights(weights0, at, weights);
+  store_weights<0, 4>(weights0, at, weights);
+  fence_for_products();
   arrive_part<kConsumers>(kFirstWeights);
   add_values<T>(left0, weights, results);
   wait_for_products<0>();
@@ -560,15 +751,16 @@ __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kd
   release(memory, at, 0);
   if constexpr (kHasSecond) {
     sync_part<kConsumers>(kSecondWeights);
-    if (read_factors(s, 1, at, factors)) {
-      rescale(results, factors[0], factors[1]);
-      sums.rescale(factors[0], factors[1]);
+    if (uniform(s.rose[1]) == i + 2) {
+      follow(s, 1, i + 1, at, sums, factors);
+      rescale(results, factors);
     }
     add_values<T>(left1, weights1, results);
     if constexpr (kIsMore) {
-      multiply_chunks<T, 0, kHalf>(memory, 0, loaded & 1, last, scores);
-      wait_for_products<1>();
+      multiply_chunks<T, 0, 1>(memory, 0, loaded & 1, last, scores);
+      wait_for_products<1>();  // values before scores, so that they can be refilled
       release(memory, at, 1);
+      multiply_chunks<T, 1, kHalf>(memory, 0, loaded & 1, last, scores);
       multiply_chunks<T, kHalf, kChunks>(memory, 0, loaded & 1, last, right);
       ++loaded;
       arrive_part<kConsumers>(kFirstBegun);
@@ -583,9 +775,8 @@ __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kd
 // The first group, over all pairs of a piece.
 template <class T>
 __device__ __forceinline__ void attend_first(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
-                                             const kdt_kv_cache& cache, const kdt_tree& tree, const Piece& piece,
-                                             const Place& at, const Weights& last, uint32_t& loaded,
-                                             Results& results, Sums& sums) {
+                                             const Piece& piece, const Place& at, const Weights& last,
+                                             uint32_t& loaded, Results& results, Sums& sums) {
   const int32_t count = uniform(piece.work.count);
   if (count == 0) return;
   Scores scores, right;
@@ -596,23 +787,20 @@ __device__ __forceinline__ void attend_first(Shared& s, uint32_t memory, const k
   int32_t i = 0;
 #pragma unroll 1
   for (; i + 2 < count; i += 2) {
-    attend_pair<T, true, true>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, right, results, sums);
+    attend_pair<T, true, true>(s, memory, p, at, last, loaded, i, scores, right, results, sums);
   }
   if (i + 1 < count) {
-    attend_pair<T, true, false>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, right, results,
-                                sums);
+    attend_pair<T, true, false>(s, memory, p, at, last, loaded, i, scores, right, results, sums);
   } else {
-    attend_pair<T, false, false>(s, memory, p, cache, tree, piece, at, last, loaded, i, scores, right, results,
-                                 sums);
+    attend_pair<T, false, false>(s, memory, p, at, last, loaded, i, scores, right, results, sums);
   }
 }
 
 // The second group.
 template <class T>
 __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
-                                              const kdt_kv_cache& cache, const kdt_tree& tree, const Piece& piece,
-                                              const Place& at, const Weights& last, uint32_t& loaded,
-                                              Results& results, Sums& sums) {
+                                              const Piece& piece, const Place& at, const Weights& last,
+                                              uint32_t& loaded, Results& results, Sums& sums) {
   const int32_t count = uniform(piece.work.count);
   const uint32_t right0 = memory + kHalf * kChunkBytes, right1 = right0 + kChunks * kChunkBytes;
   const uint32_t weights0 = memory + offsetof(Shared, weights), weights1 = weights0 + kChunkBytes;
@@ -623,27 +811,31 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
 #pragma unroll 1
   for (; i + 1 < count; i += 2) {
     sync_part<kConsumers>(kFirstBegun);
-    multiply_chunks<T, 0, kHalf>(memory, 1, loaded & 1, last, scores);
-    multiply_chunks<T, kHalf, kChunks>(memory, 1, loaded & 1, last, right);
+    const uint32_t parity = loaded & 1;
+    multiply_chunks<T, 0, kHalf>(memory, 1, parity, last, scores);
+    multiply_chunks<T, kHalf, kChunks>(memory, 1, parity, last, right);
     ++loaded;
+    const bool masked = is_masked(s, memory, at, parity);
     sync_part<kConsumers>(kFirstWeights);
-    if (uniform(s.rose) == i + 1) {  // the same for all warps, as waits must be
-      read_factors(s, 0, at, factors);
+    if (uniform(s.rose[0]) == i + 1) {  // the same for all warps, as waits must be
       wait_for_products<0>();
       hold(results);
-      rescale(results, factors[0], factors[1]);
-      sums.rescale(factors[0], factors[1]);
+      follow(s, 0, i, at, sums, factors);
+      rescale(results, factors);
     }
     add_values<T>(right0, weights0, results);
     wait_for_products<1>();
     add_right(scores, right);
-    const bool rose = softmax<T>(s, p, cache, tree, piece, at, i + 1, scores, weights, sums, factors);
-    store_weights(weights1, at, weights);
-    arrive_part<kConsumers>(kSecondWeights);
+    const bool rose = softmax<T>(s, p, at, i + 1, masked, scores, weights, sums, factors);
+    // The first block's values have been used by about now; sooner, the wait would hold up the softmax.
+    store_weights<0, kEarlyWeights>(weights1, at, weights);
     wait_for_products<0>();
     hold(results);
     release(memory, at, 0);
-    if (rose) rescale(results, factors[0], factors[1]);
+    store_weights<kEarlyWeights, 4>(weights1, at, weights);
+    fence_for_products();
+    arrive_part<kConsumers>(kSecondWeights);
+    if (rose) rescale(results, factors);
     add_values<T>(right1, weights, results);
     wait_for_products<0>();
     hold(results);
@@ -653,9 +845,9 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
   if (i < count) {
     sync_part<kConsumers>(kFirstBegun);
     sync_part<kConsumers>(kFirstWeights);
-    if (read_factors(s, 0, at, factors)) {
-      rescale(results, factors[0], factors[1]);
-      sums.rescale(factors[0], factors[1]);
+    if (uniform(s.rose[0]) == i + 1) {
+      follow(s, 0, i, at, sums, factors);
+      rescale(results, factors);
     }
     add_values<T>(right0, weights0, results);
     wait_for_products<0>();
@@ -664,85 +856,46 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
   }
 }
 
-// Loads the queries of a tile, zeros where there are none: 512 columns to where they are used, the last 64 to where
-// the first weights will be. A warp has eight rows.
-template <class T>
-__device__ __forceinline__ void load_queries(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
-                                             const Work& w, int32_t first_row, int32_t node_rows) {
-  constexpr int32_t kRows = kTile / (kConsumers / kWarpSize), kPieces = kQkDim / 8;  // of 16 bytes, a row
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-  const int32_t warp_row = static_cast<int32_t>(threadIdx.x) / kWarpSize * kRows;
-  const int32_t own = first_row + warp_row + lane % kRows;  // the row whose place this lane works out
-  const int64_t place =
-      own < node_rows ? own / p.num_heads * p.q_row_stride + own % p.num_heads * p.q_head_stride : -1;
-  const T* const queries = static_cast<const T*>(p.q) + w.b * p.q_stride;
-#pragma unroll 6
-  for (int32_t n = lane; n < kRows * kPieces; n += kWarpSize) {
-    const int32_t r = n / kPieces, piece = n % kPieces, row = warp_row + r;
-    const int64_t from = __shfl_sync(kAllLanes, place, r);
-    const uint32_t tile = static_cast<uint32_t>(
-        piece < kVDim / 8 ? offsetof(Shared, queries) + piece / 8 * kChunkBytes : offsetof(Shared, weights));
-    copy_async(memory + tile + row * 128 + ((piece % 8 ^ row % 8) * 16),
-               queries + max(from, int64_t{0}) + piece * 8, from >= 0);
-  }
-  wait_for_copies();
-  if (p.scale < 0.0f) {  // its sign goes to the queries
-#pragma unroll 1
-    for (int32_t n = lane; n < kRows * kPieces; n += kWarpSize) {
-      const int32_t piece = n % kPieces, row = warp_row + n / kPieces;
-      unsigned char* const tile = piece < kVDim / 8 ? s.queries[piece / 8] : s.weights[0];
-      uint4& eight = *reinterpret_cast<uint4*>(tile + row * 128 + ((piece % 8 ^ row % 8) * 16));
-      eight = {eight.x ^ 0x80008000u, eight.y ^ 0x80008000u, eight.z ^ 0x80008000u, eight.w ^ 0x80008000u};
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
-                                        const kdt_kv_cache& cache, const kdt_tree& tree,
-                                        const AttnRequest* requests, int64_t* offsets, Partial* partials,
-                                        int64_t tiles, bool out_pairs) {
+                                        const kdt_kv_cache& cache, const kdt_tree& tree, Partial* partials,
+                                        bool out_pairs) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kWarpSize;
   const int32_t warp = uniform(thread / kWarpSize % 4);
   const Place at = {uniform(thread / kGroupThreads), warp, lane, warp * 16 + lane / 4, lane % 4};
   const int32_t query_rows = p.num_queries * p.num_heads;
-  const bool plans = uniform(thread / kWarpSize) == kPlanner;
   uint32_t loaded = 0;
-  bool planned = plans && plan(s, memory, 0, true, p, tree, requests, offsets, tiles);
   for (uint32_t k = 0;; ++k) {
     wait_for_phase(memory + offsetof(Shared, piece_full) + k % 2 * 8, k / 2 & 1);
     const Piece& piece = s.pieces[k % 2];
     const Work& w = piece.work;
-    if (uniform(piece.loads.count) < 0) return;
+    if (uniform(piece.loads.unmasked) < 0) return;
+    const int32_t first_row = w.tile * kTile, node_rows = w.node_rows(p.num_heads);
 
     // ---- the queries
-    const int32_t first_row = w.tile * kTile, node_rows = w.node_rows(p.num_heads);
-    load_queries<T>(s, memory, p, w, first_row, node_rows);
-    if (thread < kTile) s.base[thread] = negative_infinity();
-    if (thread == 0) s.poisoned = s.rose = 0;
-    fence_for_products();
-    if (plans) planned = plan(s, memory, k + 1, planned, p, tree, requests, offsets, tiles);
-    sync_part<kConsumers>(kAll);
-    Weights last;  // queries, their last 64 columns
+    if (thread == 0) s.poisoned = 0;  // before a barrier that all wait at who may set it
+    wait_for_phase(memory + offsetof(Shared, queries_full), k & 1);
+    // Their last 64 columns. Group 1 has its weights there later, a warp where it has read these, when group 0 has,
+    // too.
+    Weights last;
 #pragma unroll
     for (int32_t j = 0; j < 4; ++j) {
-      load_matrices<false>(last[j], memory + static_cast<uint32_t>(offsetof(Shared, weights)) +
+      load_matrices<false>(last[j], memory + static_cast<uint32_t>(offsetof(Shared, weights)) + kChunkBytes +
                                         (warp * 16 + lane % 16) * 128 + (((2 * j + lane / 16) ^ lane % 8) * 16));
     }
-    // Group 0 writes its weights there when all have read this: group 1 then has, or had to before its next
-    // barrier.
-    sync_part<kConsumers>(kAll);
+    wait_for_phase(memory + offsetof(Shared, wanted_full) + k % 2 * 8, k / 2 & 1);
 
     // ---- over the cache
     Results results;
 #pragma unroll
     for (int32_t i = 0; i < 128; ++i) results[i] = 0.0f;
-    Sums sums = {};
+    Sums sums = {{negative_infinity(), negative_infinity()}, {}, {}, 0};
     if (at.group == 0) {
-      attend_first<T>(s, memory, p, cache, tree, piece, at, last, loaded, results, sums);
+      attend_first<T>(s, memory, p, piece, at, last, loaded, results, sums);
     } else {
-      attend_second<T>(s, memory, p, cache, tree, piece, at, last, loaded, results, sums);
+      attend_second<T>(s, memory, p, piece, at, last, loaded, results, sums);
     }
+    if (lane == 0) arrive(memory + offsetof(Shared, queries_empty));
 
     // ---- results
 #pragma unroll
@@ -751,13 +904,14 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
       weight += __shfl_xor_sync(kAllLanes, weight, 1);
       weight += __shfl_xor_sync(kAllLanes, weight, 2);
       if (at.t == 0) {
-        s.sums[at.group][at.row + h * 8] = weight;
-        s.seen[at.group][at.row + h * 8] = sums.seen[h] ? 1 : 0;
+        s.sums[at.group][at.row + h * 8] = (sums.seen >> h & 1) != 0 ? weight : -1.0f;
       }
     }
     sync_part<kConsumers>(kAll);
-    Partial* const partial = w.whole() ? nullptr : &partials[s.part * 2 + (w.first == 0 ? 1 : 0)];
-    if (partial != nullptr) {
+    if (thread < 2) s.rose[thread] = 0;
+    if (thread < 8) s.warp_rose[thread / 4][thread % 4] = 0;
+    Partial* const partial = w.whole() ? nullptr : &partials[s.share.part * 2 + (w.first == 0 ? 1 : 0)];
+    if (partial != nullptr && first_row + warp * 16 < query_rows) {
       float4* const target = &partial->values[warp][at.group * (kVDim / 8 / 2)][lane];
 #pragma unroll
       for (int32_t j = 0; j < 32; ++j) {
@@ -768,8 +922,10 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
       const int32_t tile_row = at.row + h * 8, row = first_row + tile_row;
-      RowState state = {s.base[tile_row], s.sums[0][tile_row] + s.sums[1][tile_row], 0.0f,
-                        s.seen[0][tile_row] | s.seen[1][tile_row]};
+      const float own = s.sums[0][tile_row], other = s.sums[1][tile_row];  // of the groups; NaN is seen
+      const bool seen[2] = {own != -1.0f, other != -1.0f};
+      RowState state = {sums.base[h], (seen[0] ? own : 0.0f) + (seen[1] ? other : 0.0f), 0.0f,
+                        seen[0] || seen[1] ? 1 : 0};
       if (row >= node_rows) state = {negative_infinity(), 0.0f, 0.0f, 0};
       const bool writes_state = at.group == 0 && at.t == 0;
       if (partial != nullptr) {
@@ -794,12 +950,13 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
     if (poisoned) {
       sync_part<kConsumers>(kAll);  // the results are there
       // Of masked blocks: where pages are missing all are, else those that reach into the tree or before kv_start.
-      const bool all = w.request.lacks_rows != 0;
+      const bool all = piece.lacks_rows != 0;
       const int32_t end = all ? w.first_masked : w.first_row(w.first) < w.request.kv_start ? w.first + 1 : w.first;
       poison<T, kConsumers>(w, w.first, min(end, w.first_masked), p, cache, tree, 0, kTile, thread, partial);
       poison<T, kConsumers>(w, w.first_masked, w.end, p, cache, tree, 0, kTile, thread, partial);
     }
     sync_part<kConsumers>(kAll);  // shared memory has been read
+    if (lane == 0) arrive(memory + offsetof(Shared, piece_empty) + k % 2 * 8);
   }
 }
 
@@ -808,48 +965,74 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_hopper(const __grid_constant__ kdt_verify_attn_params p, const __grid_constant__ kdt_kv_cache cache,
-                  const __grid_constant__ kdt_tree tree, const AttnRequest* requests, int64_t* offsets,
-                  Partial* partials, int64_t tiles, const __grid_constant__ CUtensorMap map,
+                  const __grid_constant__ kdt_tree tree, const __grid_constant__ Plan plan, Partial* partials,
+                  const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap query_map,
                   const __grid_constant__ Boxes boxes, bool out_pairs) {
 #ifdef KDT_HOPPER
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
   constexpr uint32_t memory = kSharedBase;
   if (shared_address(dynamic_shared) % (1u << 24) != kSharedBase) __trap();
+  if (threadIdx.x < 2) s.rose[threadIdx.x] = 0;
+  if (threadIdx.x < 8) s.warp_rose[threadIdx.x / 4][threadIdx.x % 4] = 0;
+  const int32_t warp = uniform(static_cast<int32_t>(threadIdx.x) / kWarpSize);
+  const int32_t role = warp - kConsumerWarps, lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
+  if (role == kMasker && lane == 0) {
+    prefetch(map);
+    prefetch(query_map);
+  }
   if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kStages * 2; ++i) {
-      init_barrier(memory + offsetof(Shared, full) + i * 8, 1);
-      init_barrier(memory + offsetof(Shared, empty) + i * 8, 4);
-    }
+    for (int32_t i = 0; i < kStages * kChunks; ++i) init_barrier(memory + offsetof(Shared, full) + i * 8, 1);
+    for (int32_t i = 0; i < kStages * 2; ++i) init_barrier(memory + offsetof(Shared, empty) + i * 8, 4);
     for (int32_t i = 0; i < 2; ++i) {
       init_barrier(memory + offsetof(Shared, piece_full) + i * 8, 1);
-      init_barrier(memory + offsetof(Shared, piece_empty) + i * 8, 2);
+      init_barrier(memory + offsetof(Shared, wanted_full) + i * 8, 1);
+      init_barrier(memory + offsetof(Shared, piece_empty) + i * 8, 3 + kConsumerWarps);
+      init_barrier(memory + offsetof(Shared, masks_full) + i * 8, 1);
     }
+    init_barrier(memory + offsetof(Shared, queries_full), 2);
+    init_barrier(memory + offsetof(Shared, queries_empty), kConsumerWarps);
     fence_barriers();
   }
   trigger_dependents();  // all blocks run at once, so those of the next kernel take nothing from them
-  wait_for_primary();
+  const Requests requests = {p, cache, tree, live_requests(p.num_live, p.batch_size)};
+  bool planned = role == kPlanner && plan_first(s, p, requests, plan.tiles);
   __syncthreads();
-  if (uniform(static_cast<int32_t>(threadIdx.x) / kGroupThreads) < 2) {
+  if (warp < kConsumerWarps) {
     take_registers<kConsumerRegisters>();
-    consume<T>(s, memory, p, cache, tree, requests, offsets, partials, tiles, out_pairs);
-  } else {
-    give_registers<kLoaderRegisters>();
-    const uint32_t thread = threadIdx.x - kConsumers;
-    if (thread == 0) load<0>(s, memory, cache, map, boxes);
-    if (thread == kWarpSize) load<1>(s, memory, cache, map, boxes);
+    consume<T>(s, memory, p, cache, tree, partials, out_pairs);
+    return;
+  }
+  if (role == kPlanner) publish(s, memory, 0, planned, p, tree, plan);
+  give_registers<kLoaderRegisters>();
+  if (role == kLeftLoader && lane == 0) load<0>(s, memory, cache, map, query_map, boxes);
+  if (role == kRightLoader && lane == 0) load<1>(s, memory, cache, map, query_map, boxes);
+  if (role == kMasker) mask(s, memory, p, cache, tree, boxes);
+  if (role == kPlanner) {
+    const auto go_on = [&](uint32_t k) {
+      planned = plan_next(s, memory, k, p, requests);
+      publish(s, memory, k, planned, p, tree, plan);
+    };
+    if (planned) go_on(1);
+    write_statuses(p, cache, tree, requests.live, plan);  // the next piece has to wait anyway
+    for (uint32_t k = 2; planned; ++k) go_on(k);
   }
 #endif
 }
 
 // ---- launching ---------------------------------------------------------------------------------------
 
-Boxes boxes_of(const kdt_kv_cache& cache) {
-  Boxes boxes = {kBlock, ~0u, 0};
-  if (cache.block_table == nullptr) return boxes;
-  boxes.rows = std::min(static_cast<int32_t>(cache.page_size), kBlock);
-  boxes.row_mask = static_cast<uint32_t>(cache.page_size) - 1;
-  boxes.page_shift = page_shift_of(cache);
+Boxes boxes_of(const kdt_verify_attn_params& p, const kdt_kv_cache& cache) {
+  Boxes boxes = {kBlock, ~0u, 0, kTile, static_cast<uint32_t>(p.num_queries) * static_cast<uint32_t>(p.num_heads)};
+  if (cache.block_table != nullptr) {
+    boxes.rows = std::min(static_cast<int32_t>(cache.page_size), kBlock);
+    boxes.row_mask = static_cast<uint32_t>(cache.page_size) - 1;
+    boxes.page_shift = page_shift_of(cache);
+  }
+  if (!has_flat_queries(p)) {
+    boxes.query_rows = std::gcd(kTile, p.num_heads);
+    boxes.query_line = static_cast<uint32_t>(p.num_heads);
+  }
   return boxes;
 }
 
@@ -864,41 +1047,60 @@ Encode find_encode() {
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
 }
 
-// The cache as boxes of 64 columns and up to 64 rows of a page. False where it cannot be had so.
-bool map_cache(const kdt_kv_cache& cache, int32_t dtype, CUtensorMap* map) {
+// A tensor of rows as boxes of 64 columns and so many rows. Sizes and strides, in values, from rows on. False where
+// it cannot be had so.
+template <int32_t kDimensions>
+bool map_rows(const void* data, int32_t dtype, const int64_t (&sizes)[kDimensions - 1],
+              const int64_t (&strides)[kDimensions - 1], int32_t box_rows, CUtensorMap* map) {
   static const Encode encode = find_encode();  // once, not in every call
   if (encode == nullptr) return false;
-  const cuuint64_t sizes[3] = {kQkDim, static_cast<cuuint64_t>(cache.page_size),
-                               static_cast<cuuint64_t>(cache.num_pages)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(cache.row_stride) * 2,
-                                 static_cast<cuuint64_t>(cache.page_stride) * 2};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(boxes_of(cache).rows), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  return encode(map, dtype == KDT_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-                const_cast<void*>(cache.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  cuuint64_t all_sizes[kDimensions] = {kQkDim}, bytes[kDimensions - 1];
+  cuuint32_t box[kDimensions] = {64, static_cast<cuuint32_t>(box_rows)}, steps[kDimensions] = {1, 1};
+  for (int32_t i = 1; i < kDimensions; ++i) {
+    all_sizes[i] = static_cast<cuuint64_t>(sizes[i - 1]);
+    bytes[i - 1] = static_cast<cuuint64_t>(strides[i - 1]) * 2;
+    steps[i] = 1;
+    if (i > 1) box[i] = 1;
+  }
+  return encode(map, dtype == KDT_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                kDimensions, const_cast<void*>(data), all_sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+bool map_cache(const AttnCall& call, const Boxes& boxes, CUtensorMap* map) {
+  const kdt_kv_cache& cache = call.cache;
+  return map_rows<3>(cache.data, call.p.q_dtype, {cache.page_size, cache.num_pages},
+                     {cache.row_stride, cache.page_stride}, boxes.rows, map);
+}
+
+// By evenly spaced query rows, lines of those, requests.
+bool map_queries(const kdt_verify_attn_params& p, const Boxes& boxes, CUtensorMap* map) {
+  const int64_t lines = int64_t{p.num_queries} * p.num_heads / boxes.query_line;
+  return map_rows<4>(p.q, p.q_dtype, {boxes.query_line, lines, p.batch_size},
+                     {p.num_heads == 1 ? p.q_row_stride : p.q_head_stride, p.q_row_stride, p.q_stride},
+                     boxes.query_rows, map);
+}
+
 template <class T>
-int32_t launch_attend(const Session& session, const AttnCall& call, const AttnRequest* requests,
-                      const Scratch& scratch, const CUtensorMap& map) {
-  return launch_kernel<sizeof(Shared), kHopperShared>(
-      session, "verify_attn", attend_hopper<T>, session.context().multiprocessors, kThreads, After::kTriggered,
-      call.p, call.cache, call.tree, requests, scratch.offsets, scratch.partials, tiles_of(call.p), map,
-      boxes_of(call.cache), pairs_are_aligned(call.p));
+int32_t launch_attend(const Session& session, const AttnCall& call, const Scratch& scratch, const CUtensorMap& map,
+                      const CUtensorMap& query_map, const Boxes& boxes) {
+  return launch_kernel<sizeof(Shared), kHopperShared>(session, "verify_attn", attend_hopper<T>,
+                                                      session.context().multiprocessors, kThreads, After::kFinished,
+                                                      call.p, call.cache, call.tree, scratch.plan, scratch.partials,
+                                                      map, query_map, boxes, pairs_are_aligned(call.p));
 }
 
 }  // namespace
 
-std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& call, const AttnRequest* requests,
-                                     void* workspace) {
-  CUtensorMap map;
-  if (!map_cache(call.cache, call.p.q_dtype, &map)) return std::nullopt;
-  const Scratch scratch = scratch_of(workspace, call.p.batch_size);
+std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& call, void* workspace) {
+  const Boxes boxes = boxes_of(call.p, call.cache);
+  CUtensorMap map, query_map;
+  if (!map_cache(call, boxes, &map) || !map_queries(call.p, boxes, &query_map)) return std::nullopt;
+  const Scratch scratch = scratch_of(workspace, call.p);
   const auto start = call.p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
-  KDT_TRY(start(session, call, requests, scratch, map));
-  return enqueue_combine(session, call.p, scratch, TheBlocks::kInStepFrom);
+  KDT_TRY(start(session, call, scratch, map, query_map, boxes));
+  return enqueue_combine(session, call.p, scratch);
 }
 
 }  // namespace kdt::cuda

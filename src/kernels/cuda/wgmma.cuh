@@ -153,6 +153,17 @@ __device__ inline void arrive_expecting(uint32_t barrier, uint32_t bytes) {
 // Makes initialized barriers known to copies.
 __device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Gets the description of a tensor ahead of the first copy.
+__device__ inline void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Of the L2 cache: what is read once goes first.
+__device__ inline uint64_t policy_once() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Copies a box, by its first column, row and page; what lies outside of the tensor becomes zeros.
 __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int32_t column,
                                 int32_t row, int32_t page) {
@@ -160,6 +171,24 @@ __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(target),
       "l"(&map), "r"(column), "r"(row), "r"(page), "r"(barrier)
+      : "memory");
+}
+__device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int32_t column,
+                                int32_t row, int32_t page, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3, "
+      "%4}], [%5], %6;" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(page), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// The same of a tensor of four dimensions, without a policy.
+__device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int32_t column,
+                                int32_t row, int32_t line, int32_t page) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(line), "r"(page), "r"(barrier)
       : "memory");
 }
 
