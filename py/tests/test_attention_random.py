@@ -513,6 +513,36 @@ def test_scores_far_from_zero(context: kdt.Context, dtype: str, query: float, ke
     assert_right(problem, attend(problem, context))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("paged", "room"), [(False, 4), (False, 70), (True, 16)])
+def test_rows_beyond_the_cache_are_unseen(context: kdt.Context, dtype: str, paged: bool, room: int) -> None:
+    """More nodes than the cache has rows for a request: no query sees what is not there."""
+    rng = np.random.default_rng(9)
+    batch_size, queries, heads = 2, room + 9, 8
+    q = numbers(rng, (batch_size, queries, heads, 576), 1.0, dtype)
+    rows = numbers(rng, (batch_size, room, 576), 1.0, dtype)
+    problem = Problem(dtype, q, list(rows), [0] * batch_size, [np.tri(queries, room, dtype=bool)] * batch_size)
+    table = np.arange(batch_size, dtype=np.int32)[:, None] if paged else None
+    put = context.memory.put
+    out, lse, status = to_host(
+        ops.verify_attn(
+            put(q),
+            put(rows),
+            None,
+            put(vector(5, 0)),  # clamped, too
+            scale=problem.scale,
+            block_table=None if table is None else put(table),
+            return_status=True,
+            context=context,
+        )
+    )
+    assert (status == kdt.StatusFlag.CLAMPED).all()
+    for b in range(batch_size):
+        want_out, want_lse = exact(problem, b)
+        assert error(out[b], want_out) <= TOLERANCE[dtype]
+        assert_lse(lse[b], want_lse, "e")
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("depth", [16.3, 20.4, 25.2])

@@ -68,8 +68,10 @@ __device__ bool lacks_rows(const kdt_kv_cache& cache, const kdt_tree& tree, int6
   if (cache.block_table != nullptr && r.kv_start < r.prefix_len) {  // prefix_len is at most the capacity
     const int32_t* table = cache.block_table + b * cache.block_table_stride;
     const int64_t last = (r.prefix_len - 1) / cache.page_size;
+#pragma unroll 8
     for (int64_t i = r.kv_start / cache.page_size + thread; i <= last; i += kThreads) {
-      lacking = lacking || table[i] < 0 || table[i] >= cache.num_pages;
+      const int32_t page = table[i];  // whatever was found before, so that loads do not wait for each other
+      lacking |= page < 0 || page >= cache.num_pages;
     }
   }
   for (int32_t j0 = warp * 64; j0 < r.node_count; j0 += kThreads / kWarpSize * 64) {

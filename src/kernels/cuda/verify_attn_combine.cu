@@ -7,7 +7,6 @@
 //
 // Limits: none of its own. Reads 4 KB a pair of query rows and part; with the parts of one call some 30 MB at most,
 // which the L2 cache holds.
-
 #include "mma.cuh"
 #include "verify_attn_parts.cuh"
 
@@ -17,9 +16,14 @@ namespace {
 constexpr int32_t kThreads = 64, kWarps = kThreads / kWarpSize;
 constexpr int32_t kPairs = kTile / 2;                  // of rows, 8 apart, in a tile
 constexpr int32_t kMostFours = kVDim / 2 / kWarpSize;  // float4 of a pair a lane has if its warp has all columns
-constexpr int32_t kInFlight = 8;                       // float4 a lane asks for before it uses them
 constexpr int64_t kBusyWarps = 12;                     // a multiprocessor: with fewer, pairs are shared out
 constexpr int64_t kMostBlocks = 32;                    // a multiprocessor
+
+constexpr int32_t kBlocks = 8;  // on a multiprocessor at once
+
+// float4 a lane asks for before it uses them: as many as leave kBlocks blocks their registers.
+template <int32_t kFours>
+constexpr int32_t kInFlight = kFours == kMostFours ? 8 : 16;
 
 // Where the parts of a tile are. The first part begins with other work or with this, the others with this.
 struct Parts {
@@ -32,15 +36,16 @@ struct Parts {
 // Joins the parts of rows whose tile was cut, and writes those of requests without rows. A lane has kFours times
 // two columns of both rows of a pair.
 template <int32_t kFours>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     combine(const __grid_constant__ kdt_verify_attn_params p, const Plan plan, const Partial* partials, float unit,
             bool out_pairs) {
   constexpr int32_t kShares = kMostFours / kFours, kItems = kPairs * kShares;  // of a tile
-  constexpr int32_t kAtOnce = kInFlight / kFours;                              // parts
+  constexpr int32_t kAtOnce = kInFlight<kFours> / kFours;                      // parts
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
   const int32_t query_rows = p.num_queries * p.num_heads;
   const float scale = scale_of(p);
   const int64_t items = int64_t{p.batch_size} * plan.tiles * kItems;
+  wait_for_primary();
   for (int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; item < items;
        item += int64_t{gridDim.x} * kWarps) {
     const int64_t b_tile = quotient(item, kItems), b = quotient(b_tile, plan.tiles), tile = b_tile - b * plan.tiles;
@@ -48,7 +53,6 @@ __global__ void __launch_bounds__(kThreads)
                   share = within % kShares;
     const int32_t row = pair / 8 * 16 + pair % 8, rows[2] = {row, row + 8};
     if (tile * kTile + rows[0] >= query_rows) continue;
-    wait_for_primary();
     const int2 range = plan.ranges[b_tile];
     if (range.x == range.y) continue;  // attend has written it
     const Parts parts = {partials, range.x, range.y};

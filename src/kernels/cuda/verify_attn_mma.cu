@@ -322,11 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_primary();
   const int64_t blocks_in_all = count_blocks(s, requests, p.batch_size);
-  if (blocks_in_all == 0) {
-    if (blockIdx.x == 0) {
-    }
-    return;
-  }
+  if (blocks_in_all == 0) return;
   const int32_t blocks_at_once = static_cast<int32_t>(gridDim.x);
   const Cut cut(blocks_in_all, 1, false, 0, TheBlocks::kInStepFrom, tiles, blocks_at_once,  // without heads
                 static_cast<int32_t>(blocks_at_once / tiles));

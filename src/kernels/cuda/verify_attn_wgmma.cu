@@ -87,7 +87,7 @@ struct Shared {
   float base[kTile];                             // RowState::max
   float factors[2][kTile];  // by which a group's block changed the results' unit, for warps with `rose`
   float sums[2][kTile];     // of the weights of a group's blocks; negative: none of their rows is seen
-  int32_t masked[kStages];
+  int32_t masked[kStages];  // 0, or 1 + the rows of the tile that are queries
   int32_t rose[2];          // 1 + a group's last block that raised a maximum
   int32_t warp_rose[2][4];  // the same of the group's warps
   int32_t poisoned;
@@ -427,6 +427,7 @@ __device__ __forceinline__ void mask(Shared& s, uint32_t memory, const kdt_verif
       if (lane * boxes.rows < kBlock) {
         const PageOf box = page_of(cache, boxes, loads, walk.row + lane * boxes.rows);
         lacking = box.wanted && (box.page < 0 || box.page >= cache.num_pages);
+        if (cache.block_table == nullptr) lacking = min(walk.row + kBlock, loads.end_row) > cache.page_size;
       }
       lacking = __any_sync(kAllLanes, lacking);
       const bool masked = lacking || walk.in_tree || walk.row < loads.begin_row;
@@ -455,7 +456,10 @@ __device__ __forceinline__ void mask(Shared& s, uint32_t memory, const kdt_verif
           s.masks[walk.stage][r] = seen & there;
         }
       }
-      if (lane == 0) s.masked[walk.stage] = masked ? 1 : 0;
+      if (lane == 0) {
+        const int32_t rows = piece->work.node_rows(p.num_heads) - static_cast<int32_t>(loads.first_query);
+        s.masked[walk.stage] = masked ? 1 + min(rows, kTile) : 0;
+      }
       __syncwarp();
       if (lane == 0) arrive(memory + offsetof(Shared, masks_full) + walk.stage * 8);
     }
@@ -589,23 +593,25 @@ __device__ __forceinline__ float in_pairs(const float (&x)[8], const Join& join)
   return join(join(join(x[0], x[1]), join(x[2], x[3])), join(join(x[4], x[5]), join(x[6], x[7])));
 }
 
-// Whether the block that this group has in its stage is masked.
-__device__ __forceinline__ bool is_masked(const Shared& s, uint32_t memory, const Place& at, uint32_t parity) {
+// Shared::masked of the block that this group has in its stage.
+__device__ __forceinline__ int32_t masked_rows(const Shared& s, uint32_t memory, const Place& at, uint32_t parity) {
   wait_for_phase(memory + offsetof(Shared, masks_full) + at.group * 8, parity);
-  return uniform(s.masked[at.group]) != 0;
+  return uniform(s.masked[at.group]);
 }
 
 // Scores to weights, of block i. Returns whether the maximum of some row of this warp rose; `factors` are 1 for
 // those that did not.
 template <class T>
 __device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params& p, const Place& at, int32_t i,
-                                        bool masked, Scores& scores, Weights& weights, Sums& sums,
+                                        int32_t masked, Scores& scores, Weights& weights, Sums& sums,
                                         float (&factors)[2]) {
   const int32_t stage = at.group;
-  if (masked) {
-    bool bad = false;
+  if (masked != 0) {
+    bool bad = false;  // of queries, which see it where a row of the cache is no number
 #pragma unroll
-    for (int32_t k = 0; k < 32; ++k) bad |= !(fabsf(scores[k]) < positive_infinity());
+    for (int32_t k = 0; k < 32; ++k) {
+      bad |= at.row + k / 2 % 2 * 8 < masked - 1 && !(fabsf(scores[k]) < positive_infinity());
+    }
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
       const uint64_t mask = s.masks[stage][at.row + h * 8];
@@ -734,7 +740,7 @@ __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kd
   const uint32_t weights0 = memory + offsetof(Shared, weights), weights1 = weights0 + kChunkBytes;
   Weights weights;
   float factors[2];
-  const bool masked = is_masked(s, memory, at, (loaded - 1) & 1);
+  const int32_t masked = masked_rows(s, memory, at, (loaded - 1) & 1);
   wait_for_products<0>();
   add_right(scores, right);
   hold(results);
@@ -815,7 +821,7 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
     multiply_chunks<T, 0, kHalf>(memory, 1, parity, last, scores);
     multiply_chunks<T, kHalf, kChunks>(memory, 1, parity, last, right);
     ++loaded;
-    const bool masked = is_masked(s, memory, at, parity);
+    const int32_t masked = masked_rows(s, memory, at, parity);
     sync_part<kConsumers>(kFirstWeights);
     if (uniform(s.rose[0]) == i + 1) {  // the same for all warps, as waits must be
       wait_for_products<0>();
