@@ -85,11 +85,11 @@ struct Shared {
   unsigned char weights[2][kChunkBytes];         // the second at first has the last 64 columns of the queries
   uint64_t masks[kStages][kTile];                // what each query row sees of a block, where that is masked
   float base[kTile];                             // RowState::max
-  float factors[2][kTile];  // by which a group's block changed the results' unit, for warps with `rose`
-  float sums[2][kTile];     // of the weights of a group's blocks; negative: none of their rows is seen
-  int32_t masked[kStages];  // 0, or 1 + the rows of the tile that are queries
-  int32_t rose[2];          // 1 + a group's last block that raised a maximum
-  int32_t warp_rose[2][4];  // the same of the group's warps
+  float factors[2][kTile];   // by which a group's block changed the results' unit, for warps with `rose`
+  float sums[2][kTile];      // of the weights of a group's blocks; negative: none of their rows is seen
+  uint32_t masked[kStages];  // Masked, a byte each; 0 where nothing is
+  int32_t rose[2];           // 1 + a group's last block that raised a maximum
+  int32_t warp_rose[2][4];   // the same of the group's warps
   int32_t poisoned;
   uint64_t full[kStages][kChunks];  // columns of a block
   uint64_t empty[kStages][2];       // halves of a block
@@ -458,7 +458,10 @@ __device__ __forceinline__ void mask(Shared& s, uint32_t memory, const kdt_verif
       }
       if (lane == 0) {
         const int32_t rows = piece->work.node_rows(p.num_heads) - static_cast<int32_t>(loads.first_query);
-        s.masked[walk.stage] = masked ? 1 + min(rows, kTile) : 0;
+        const uint32_t queries = static_cast<uint32_t>(min(rows, kTile));
+        const uint32_t begin = loads.begin_row > walk.row ? min(loads.begin_row - walk.row, uint32_t{kBlock}) : 0;
+        const uint32_t end = min(loads.end_row - walk.row, uint32_t{kBlock});
+        s.masked[walk.stage] = masked ? 1 | queries << 8 | begin << 16 | end << 24 : 0;
       }
       __syncwarp();
       if (lane == 0) arrive(memory + offsetof(Shared, masks_full) + walk.stage * 8);
@@ -572,6 +575,13 @@ __device__ __forceinline__ void clean(unsigned char* stage) {
   fence_for_products();
 }
 
+// Whether a block is masked; the rows of the tile that are queries, from the first; the rows of the block that are
+// of the request.
+struct Masked {
+  bool block;
+  int32_t queries, begin, end;
+};
+
 // What the softmax of the two rows of a thread has come to.
 struct Sums {
   float base[2];               // RowState::max, the same in both groups
@@ -593,24 +603,40 @@ __device__ __forceinline__ float in_pairs(const float (&x)[8], const Join& join)
   return join(join(join(x[0], x[1]), join(x[2], x[3])), join(join(x[4], x[5]), join(x[6], x[7])));
 }
 
-// Shared::masked of the block that this group has in its stage.
-__device__ __forceinline__ int32_t masked_rows(const Shared& s, uint32_t memory, const Place& at, uint32_t parity) {
+// Of the block that this group has in its stage.
+__device__ __forceinline__ Masked masked_of(const Shared& s, uint32_t memory, const Place& at, uint32_t parity) {
   wait_for_phase(memory + offsetof(Shared, masks_full) + at.group * 8, parity);
-  return uniform(s.masked[at.group]);
+  const uint32_t packed = static_cast<uint32_t>(uniform(static_cast<int32_t>(s.masked[at.group])));
+  return {packed != 0, static_cast<int32_t>(packed >> 8 & 0xff), static_cast<int32_t>(packed >> 16 & 0xff),
+          static_cast<int32_t>(packed >> 24)};
 }
 
 // Scores to weights, of block i. Returns whether the maximum of some row of this warp rose; `factors` are 1 for
 // those that did not.
 template <class T>
 __device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params& p, const Place& at, int32_t i,
-                                        int32_t masked, Scores& scores, Weights& weights, Sums& sums,
+                                        const Masked& masked, Scores& scores, Weights& weights, Sums& sums,
                                         float (&factors)[2]) {
   const int32_t stage = at.group;
-  if (masked != 0) {
-    bool bad = false;  // of queries, which see it where a row of the cache is no number
+  if (masked.block) {
+    uint32_t bad = 0;  // scores of queries, which show where a row of the cache is no number; bits
 #pragma unroll
     for (int32_t k = 0; k < 32; ++k) {
-      bad |= at.row + k / 2 % 2 * 8 < masked - 1 && !(fabsf(scores[k]) < positive_infinity());
+      const bool is_query = at.row + k / 2 % 2 * 8 < masked.queries;
+      if (is_query && !(fabsf(scores[k]) < positive_infinity())) bad |= 1u << k;
+    }
+    if (sync_part_or<kGroupThreads>(kGroup + at.group, bad != 0)) {
+      // Memory around the request's rows may hold anything; that needs no poison().
+      const uint64_t rows = bits_below(masked.end) & ~bits_below(masked.begin);
+      bool poisoned = false;
+#pragma unroll 1
+      for (int32_t j = 0; j < 8; ++j) {  // of every eight rows of the block the thread's two
+        const uint32_t two = static_cast<uint32_t>(rows >> (8 * j + 2 * at.t)) & 3;
+        poisoned |= (bad >> (4 * j) & (two | two << 2)) != 0;
+      }
+      if (poisoned) s.poisoned = 1;
+      clean<T>(s.stages[stage][0]);
+      sync_part<kGroupThreads>(kGroup + at.group);
     }
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
@@ -626,11 +652,6 @@ __device__ __forceinline__ bool softmax(Shared& s, const kdt_verify_attn_params&
           if ((bits >> (8 * j) & 2) == 0) scores[k + 1] = negative_infinity();
         }
       }
-    }
-    if (sync_part_or<kGroupThreads>(kGroup + at.group, bad)) {
-      clean<T>(s.stages[stage][0]);
-      s.poisoned = 1;
-      sync_part<kGroupThreads>(kGroup + at.group);
     }
   } else {
     sums.seen = 3;
@@ -740,7 +761,7 @@ __device__ __forceinline__ void attend_pair(Shared& s, uint32_t memory, const kd
   const uint32_t weights0 = memory + offsetof(Shared, weights), weights1 = weights0 + kChunkBytes;
   Weights weights;
   float factors[2];
-  const int32_t masked = masked_rows(s, memory, at, (loaded - 1) & 1);
+  const Masked masked = masked_of(s, memory, at, (loaded - 1) & 1);
   wait_for_products<0>();
   add_right(scores, right);
   hold(results);
@@ -821,7 +842,7 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
     multiply_chunks<T, 0, kHalf>(memory, 1, parity, last, scores);
     multiply_chunks<T, kHalf, kChunks>(memory, 1, parity, last, right);
     ++loaded;
-    const int32_t masked = masked_rows(s, memory, at, parity);
+    const Masked masked = masked_of(s, memory, at, parity);
     sync_part<kConsumers>(kFirstWeights);
     if (uniform(s.rose[0]) == i + 1) {  // the same for all warps, as waits must be
       wait_for_products<0>();
