@@ -941,6 +941,37 @@ TEST(Context, KernelOfVerifyAttnIsChosenByTheEnvironment) {
   ASSERT_EQ(setenv("KDTREE_VERIFY_ATTN", restored.c_str(), 1), 0);
 }
 
+TEST(Context, InstructionsOfTheCpuAreChosenByTheEnvironment) {
+  const char* before = std::getenv("KDTREE_CPU_ISA");
+  const std::string restored = before != nullptr ? before : "";
+  kdt_context* context = nullptr;
+  for (const std::string name : {"scalar", "avx2", "avx512", "auto", ""}) {
+    ASSERT_EQ(setenv("KDTREE_CPU_ISA", name.c_str(), 1), 0);
+    auto info = sized<kdt_device_info>();
+    const int32_t status = kdt_context_create(nullptr, &context);
+    EXPECT_EQ(kdt_device_query(KDT_BACKEND_CPU, 0, &info), status) << name;
+    if (status == KDT_OK) {
+      const std::string shown = name.empty() || name == "auto" ? "(" : "(" + name + ")";
+      EXPECT_NE(std::string(info.name).find(shown), std::string::npos) << info.name;
+    } else {  // what every processor has cannot be missing
+      EXPECT_EQ(status, KDT_ERR_INVALID_ARGUMENT);
+      EXPECT_EQ(name.find("avx"), 0u);
+      EXPECT_NE(std::string(kdt_last_error()).find("KDTREE_CPU_ISA: this processor has no " + name),
+                std::string::npos);
+    }
+    kdt_context_destroy(context);
+  }
+  ASSERT_EQ(setenv("KDTREE_CPU_ISA", "sse", 1), 0);
+  context = reinterpret_cast<kdt_context*>(8);
+  EXPECT_EQ(kdt_context_create(nullptr, &context), KDT_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(context, nullptr);
+  EXPECT_STREQ(
+      kdt_last_error(),
+      "kdt_context_create: environment variable KDTREE_CPU_ISA: expected auto, scalar, avx2 or avx512, got "
+      "\"sse\"");
+  ASSERT_EQ(setenv("KDTREE_CPU_ISA", restored.c_str(), 1), 0);
+}
+
 TEST(Abi, CudaDeviceOrAReason) {
   const bool built = std::string(kdt_build_info()).find("\"cuda\": true") != std::string::npos;
   int32_t count = -1;

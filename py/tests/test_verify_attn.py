@@ -209,6 +209,35 @@ def test_scores_far_from_zero(level: float) -> None:
     assert out[1] == pytest.approx(5 if level > 0 else 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+def test_every_instruction_set_gives_what_the_reference_does(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDTREE_CPU_ISA", isa)
+    try:
+        context = kdt.Context()
+    except kdt.KdtValueError as error:
+        if isa == "scalar" or "this processor has no" not in str(error):
+            raise
+        pytest.skip(str(error))
+    rng = np.random.default_rng(17)
+    for dtype, tolerance in TOLERANCE.items():
+        for queries, heads, prefix in ((1, 1, 0), (1, 3, 700), (9, 8, 65), (65, 3, 1500)):
+            q = cases.as_dtype(rng.normal(0, 1.5, (2, queries, heads, 576)).astype(np.float32), dtype)
+            cache = cases.as_dtype(rng.normal(0, 1.5, (2, prefix + queries + 3, 576)).astype(np.float32), dtype)
+            cache[:, prefix + queries :] = cases.as_dtype(np.full(1, np.nan, np.float32), dtype)[0]
+            parents = vector(*random_parents(rng, queries))[None].repeat(2, axis=0)
+            tree = kdt.tree_from_parents(np.zeros_like(parents), parents, [queries] * 2, [prefix] * 2)
+            arguments = (q, cache, tree, [prefix, prefix // 2])
+            out, lse = kdt.verify_attn(*arguments, scale=0.06, context=context)
+            expected_out, expected_lse = kdt.reference.verify_attn(*arguments, scale=0.06)
+            off = np.linalg.norm(to_float32(out) - to_float32(expected_out)) / np.linalg.norm(to_float32(expected_out))
+            assert off <= tolerance, (dtype, queries, heads, prefix, off)
+            assert_lse(lse, expected_lse)
+            again, _ = kdt.verify_attn(*arguments, scale=0.06, context=context)
+            assert again.tobytes() == out.tobytes()
+            alone, _ = kdt.verify_attn(*arguments, scale=0.06, context=kdt.Context(num_threads=1))
+            assert alone.tobytes() == out.tobytes()
+
+
 def test_nan_goes_to_those_who_see_it_and_to_no_one_else() -> None:
     rng = np.random.default_rng(3)
     q = rng.normal(size=(1, 4, 3, 576)).astype(np.float32)

@@ -89,6 +89,7 @@ int32_t kdt_context_create(const kdt_context_params* params, kdt_context** conte
     settled.device = p.device;
     settled.num_threads = p.num_threads;
     KDT_TRY(kdt::read_attention_kernel(fn, &settled.attention));
+    KDT_TRY(kdt::cpu::read_isa(fn, &settled.isa));
     if (p.backend == KDT_BACKEND_CUDA) KDT_TRY(kdt::cuda::describe_device(fn, &settled));
     *context = new kdt_context(settled);
     return KDT_OK;
@@ -131,7 +132,7 @@ int32_t kdt_device_query(int32_t backend, int32_t device, kdt_device_info* info)
     if (backend == KDT_BACKEND_CUDA) {
       KDT_TRY(kdt::cuda::device_query(fn, device, &found));
     } else {
-      kdt::cpu::device_query(&found);
+      KDT_TRY(kdt::cpu::device_query(fn, &found));
     }
     *info = found;
     return KDT_OK;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cpu/isa.hpp"
 #include "kdtree/kdtree.h"
 
 namespace kdt {
@@ -21,4 +22,5 @@ struct kdt_context {
   int32_t multiprocessors;      // CUDA only
   int32_t kernel_architecture;  // CUDA only: what the kernels were compiled for, 80 for the portable PTX
   kdt::AttentionKernel attention;
+  kdt::cpu::Isa isa;  // CPU only
 };

@@ -8,6 +8,9 @@
 #include <string>
 #include <thread>
 
+#include "../args.hpp"
+#include "isa.hpp"
+
 namespace kdt::cpu {
 
 int32_t usable_threads() {
@@ -18,7 +21,9 @@ int32_t usable_threads() {
   return static_cast<int32_t>(std::clamp(std::thread::hardware_concurrency(), 1u, 1024u));
 }
 
-void device_query(kdt_device_info* info) {
+int32_t device_query(const char* function, kdt_device_info* info) {
+  Isa isa = Isa::kScalar;
+  KDT_TRY(read_isa(function, &isa));
   std::string name = "CPU";
   std::ifstream cpuinfo("/proc/cpuinfo");
   for (std::string line; std::getline(cpuinfo, line);) {
@@ -27,8 +32,9 @@ void device_query(kdt_device_info* info) {
     if (colon != std::string::npos) name = line.substr(colon + 2);
     break;
   }
-  std::snprintf(info->name, sizeof info->name, "%s", name.c_str());
+  std::snprintf(info->name, sizeof info->name, "%.200s (%s)", name.c_str(), name_of(isa));
   info->multiprocessors = usable_threads();
+  return KDT_OK;
 }
 
 }  // namespace kdt::cpu

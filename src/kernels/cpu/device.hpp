@@ -9,6 +9,6 @@ namespace kdt::cpu {
 // Hardware threads this process may run on (its affinity mask), at least 1.
 int32_t usable_threads();
 
-void device_query(kdt_device_info* info);
+int32_t device_query(const char* function, kdt_device_info* info);
 
 }  // namespace kdt::cpu

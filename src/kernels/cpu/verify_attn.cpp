@@ -1,16 +1,18 @@
 // verify_attn on the CPU: blocked attention with an online softmax (FlashAttention, arXiv 2205.14135).
 //
-// Idea: the query rows (query-major, head-minor) of a request are cut into tiles of 16. A tile walks over the
-// logical cache rows it may see in blocks of 64: each block is expanded to float32 once, transposed once,
-// multiplied with the tile's queries, and its weighted values are added up. All heads of a query share one 64-bit
-// mask a block; prefix blocks have a full one. Every 16 blocks the running sums are folded into totals of their
-// own, so that float32 sums stay short (by the usual sqrt(n) estimate 262,144 rows in one would be off by some
-// 1e-5).
+// Idea: the query rows (query-major, head-minor) of a request are cut into tiles of 32. A tile walks over the
+// logical cache rows it may see in blocks of 64: 16-bit rows are expanded to float32 once a block, float32 rows are
+// read where they are; the block is multiplied with the tile's queries, and its weighted values are added up. All
+// heads of a query share one 64-bit mask a block; prefix blocks have a full one. Every 16 blocks the running sums
+// are folded into totals of their own, so that float32 sums stay short (by the usual sqrt(n) estimate 262,144 rows
+// in one would be off by some 1e-5). The inner loops are those of attn_tile.cpp, for the context's instruction set.
 //
 // A masked entry has weight 0, and 0 * NaN is NaN: rows that the tile does not see are never loaded, and a block
-// that holds a NaN or infinity takes a slower path that skips masked entries.
+// whose scores are not all finite (as those of a row with a NaN or infinity are not) takes a slower path that skips
+// masked entries.
 //
-// Limits: scratch is 0.4 MB a thread, whatever the prefix. Results do not depend on the number of threads.
+// Limits: scratch is 0.4 MB a thread, whatever the prefix. Results do not depend on the number of threads; in their
+// last bits they do on the instruction set. A tile is one thread's: few queries and heads leave threads idle.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -18,6 +20,7 @@
 #include <limits>
 
 #include "../cache.hpp"
+#include "attn_tile.hpp"
 #include "ops.hpp"
 #include "parallel.hpp"
 #include "rows.hpp"
@@ -27,11 +30,7 @@
 namespace kdt::cpu {
 namespace {
 
-constexpr int32_t kQkDim = 576, kVDim = 512;
-constexpr int32_t kTile = 16;                          // query rows a tile
-constexpr int32_t kBlock = 64;                         // cache rows a block: one mask word
-constexpr int32_t kBlocksPerFold = 16;                 // blocks between foldings into the totals
-constexpr int32_t kMicroRows = 4, kMicroColumns = 16;  // of the register-blocked products
+constexpr int32_t kBlocksPerFold = 16;  // blocks between foldings into the totals
 
 // The clamped numbers of one request.
 struct Request {
@@ -41,10 +40,11 @@ struct Request {
 // One thread's scratch, 64-byte aligned.
 struct Scratch {
   alignas(64) float q[kTile][kQkDim];
-  float rows[kBlock][kQkDim];        // the block's keys; their first 512 columns are the values
-  float transposed[kQkDim][kBlock];  // the keys by column
-  float scores[kTile][kBlock];       // scores, then weights
-  float sums[kTile][kVDim];          // weighted values since the last folding
+  float rows[kBlock]
+            [kQkDim];     // the block's keys, where they are not float32; their first 512 columns are the values
+  float nothing[kQkDim];  // of a row that is not loaded: zeros
+  float scores[kTile][kBlock];  // scores, then weights
+  float sums[kTile][kVDim];     // weighted values since the last folding
   float totals[kTile][kVDim];
   float max[kTile], total_max[kTile];
   double weight[kTile], total_weight[kTile];
@@ -93,63 +93,6 @@ Request read_request(const kdt_verify_attn_params& p, int64_t b, int32_t* status
   return r;
 }
 
-bool all_finite(const float (&row)[kQkDim]) {
-  uint32_t found = 0;
-  for (int32_t d = 0; d < kQkDim; ++d) found |= (std::bit_cast<uint32_t>(row[d]) & 0x7fffffffu) >= 0x7f800000u;
-  return found == 0;
-}
-
-// s[r][c] = <q[r], column c of transposed>, four rows and sixteen columns at a time. Partial sums of 64 products
-// keep the rounding error small.
-void dot_products(const Scratch& s, float (*scores)[kBlock]) {
-  for (int32_t r0 = 0; r0 < kTile; r0 += kMicroRows) {
-    for (int32_t c0 = 0; c0 < kBlock; c0 += kMicroColumns) {
-      float total[kMicroRows][kMicroColumns] = {};
-      for (int32_t d0 = 0; d0 < kQkDim; d0 += 64) {
-        float part[kMicroRows][kMicroColumns] = {};
-        for (int32_t d = d0; d < d0 + 64; ++d) {
-          for (int32_t r = 0; r < kMicroRows; ++r) {
-            for (int32_t c = 0; c < kMicroColumns; ++c) part[r][c] += s.q[r0 + r][d] * s.transposed[d][c0 + c];
-          }
-        }
-        for (int32_t r = 0; r < kMicroRows; ++r) {
-          for (int32_t c = 0; c < kMicroColumns; ++c) total[r][c] += part[r][c];
-        }
-      }
-      for (int32_t r = 0; r < kMicroRows; ++r) {
-        for (int32_t c = 0; c < kMicroColumns; ++c) scores[r0 + r][c0 + c] = total[r][c];
-      }
-    }
-  }
-}
-
-// sums[r] += weights[r] * values
-void add_values(Scratch& s) {
-  for (int32_t r0 = 0; r0 < kTile; r0 += kMicroRows) {
-    for (int32_t d0 = 0; d0 < kVDim; d0 += kMicroColumns) {
-      float part[kMicroRows][kMicroColumns] = {};
-      for (int32_t c = 0; c < kBlock; ++c) {
-        for (int32_t r = 0; r < kMicroRows; ++r) {
-          for (int32_t d = 0; d < kMicroColumns; ++d) part[r][d] += s.scores[r0 + r][c] * s.rows[c][d0 + d];
-        }
-      }
-      for (int32_t r = 0; r < kMicroRows; ++r) {
-        for (int32_t d = 0; d < kMicroColumns; ++d) s.sums[r0 + r][d0 + d] += part[r][d];
-      }
-    }
-  }
-}
-
-// The same for one row, to the bit, leaving out what it does not see.
-void add_seen_values(Scratch& s, int32_t r, uint64_t mask) {
-  float part[kVDim] = {};
-  for (; mask != 0; mask &= mask - 1) {
-    const int32_t c = std::countr_zero(mask);
-    for (int32_t d = 0; d < kVDim; ++d) part[d] += s.scores[r][c] * s.rows[c][d];
-  }
-  for (int32_t d = 0; d < kVDim; ++d) s.sums[r][d] += part[d];
-}
-
 // Folds the running sums into the totals and starts new ones.
 void fold(Scratch& s) {
   for (int32_t r = 0; r < kTile; ++r) {
@@ -171,44 +114,44 @@ void fold(Scratch& s) {
 }
 
 // Turns a row of scores into weights and rescales its running sum when the maximum rises.
-void soften(Scratch& s, int32_t r, uint64_t mask, float scale) {
-  float top = s.max[r];
-  bool nan = false;
-  for (int32_t c = 0; c < kBlock; ++c) {
-    if ((mask >> c & 1) == 0) continue;
-    s.scores[r][c] *= scale;
-    nan |= std::isnan(s.scores[r][c]);
-    top = std::max(top, s.scores[r][c]);
+void soften(const AttnTile& tile, Scratch& s, int32_t r, uint64_t mask, float scale) {
+  float* const scores = s.scores[r];
+  if (mask == 0) {
+    std::fill_n(scores, kBlock, 0.0f);
+    return;
   }
-  s.seen[r] |= mask != 0;
+  bool nan = false;
+  const float top = tile.scale_and_mask(scores, mask, scale, s.max[r], &nan);
+  s.seen[r] = true;
   if (nan || top == kPosInf) {  // softmax has no value
     s.weight[r] = std::numeric_limits<double>::quiet_NaN();
-    std::fill_n(s.scores[r], kBlock, std::numeric_limits<float>::quiet_NaN());
+    std::fill_n(scores, kBlock, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
+  if (top == kNegInf) {
+    std::fill_n(scores, kBlock, 0.0f);
     return;
   }
   if (top > s.max[r] && s.weight[r] != 0.0) {
     const float factor = std::exp(s.max[r] - top);
-    for (int32_t d = 0; d < kVDim; ++d) s.sums[r][d] *= factor;
+    tile.scale(s.sums[r], kVDim, factor);
     s.weight[r] *= static_cast<double>(factor);
   }
   s.max[r] = top;
-  double weight = 0.0;
-  for (int32_t c = 0; c < kBlock; ++c) {
-    const bool seen = (mask >> c & 1) != 0;
-    s.scores[r][c] = seen && top != kNegInf ? std::exp(s.scores[r][c] - top) : 0.0f;
-    weight += static_cast<double>(s.scores[r][c]);
-  }
-  s.weight[r] += weight;
+  s.weight[r] += tile.exponentiate(scores, mask, top);
 }
 
-// Query rows first..first+15 of a request, counted over (query, head).
-void attend(const kdt_verify_attn_params& p, int64_t b, const Request& request, int64_t first, Scratch& s) {
+// Query rows first..first+31 of a request, counted over (query, head).
+void attend(const AttnTile& tile, const kdt_verify_attn_params& p, int64_t b, const Request& request, int64_t first,
+            Scratch& s) {
   const kdt_kv_cache& cache = *p.cache;
   const int32_t heads = p.num_heads;
   const int64_t rows = std::min<int64_t>(kTile, int64_t{p.num_queries} * heads - first);
   const auto query_of = [&](int64_t r) { return static_cast<int32_t>((first + r) / heads); };
   const auto head_of = [&](int64_t r) { return static_cast<int32_t>((first + r) % heads); };
 
+  const int32_t padded = static_cast<int32_t>(rows + 3) / 4 * 4;  // as products take them
+  std::fill_n(s.nothing, kQkDim, 0.0f);
   std::fill_n(&s.q[0][0], kTile * kQkDim, 0.0f);
   std::fill_n(&s.sums[0][0], kTile * kVDim, 0.0f);
   std::fill_n(&s.totals[0][0], kTile * kVDim, 0.0f);
@@ -239,30 +182,28 @@ void attend(const kdt_verify_attn_params& p, int64_t b, const Request& request, 
       seen |= masks[r];
     }
     if (seen == 0) return;
-    bool finite = true;
+    const float* keys[kBlock];
     for (int32_t c = 0; c < kBlock; ++c) {
       const int64_t offset = (seen >> c & 1) != 0 ? row_offset(cache, b, row0 + c) : -1;
-      if (offset < 0) {
-        std::fill_n(s.rows[c], kQkDim, 0.0f);
-        continue;
-      }
+      keys[c] = s.nothing;
+      if (offset < 0) continue;
       loaded |= uint64_t{1} << c;
-      load_floats(element(cache.data, p.kv_dtype, offset), p.kv_dtype, kQkDim, s.rows[c]);
-      finite &= all_finite(s.rows[c]);
+      const void* const row = element(cache.data, p.kv_dtype, offset);
+      keys[c] = p.kv_dtype == KDT_F32 ? static_cast<const float*>(row) : s.rows[c];
+      if (p.kv_dtype == KDT_BF16) tile.widen_bf16(static_cast<const uint16_t*>(row), kQkDim, s.rows[c]);
+      if (p.kv_dtype == KDT_F16) tile.widen_f16(static_cast<const uint16_t*>(row), kQkDim, s.rows[c]);
     }
     if (loaded == 0) return;
-    for (int32_t c = 0; c < kBlock; ++c) {
-      for (int32_t d = 0; d < kQkDim; ++d) s.transposed[d][c] = s.rows[c][d];
-    }
-    dot_products(s, s.scores);
-    for (int32_t r = 0; r < kTile; ++r) {
+    tile.multiply(s.q[0], keys, padded, s.scores[0]);
+    const bool finite = tile.are_finite(s.scores[0], padded * kBlock);
+    for (int32_t r = 0; r < padded; ++r) {
       masks[r] &= loaded;
-      soften(s, r, masks[r], p.scale);
+      soften(tile, s, r, masks[r], p.scale);
     }
     if (finite) {
-      add_values(s);
+      tile.add(s.scores[0], keys, padded, s.sums[0]);
     } else {
-      for (int32_t r = 0; r < kTile; ++r) add_seen_values(s, r, masks[r]);
+      for (int32_t r = 0; r < padded; ++r) tile.add_some(s.scores[r], keys, masks[r], s.sums[r]);
     }
     if (++since_fold == kBlocksPerFold) {
       fold(s);
@@ -322,9 +263,10 @@ void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, vo
     if (p.status != nullptr) p.status[b] = status;
   }
   const int64_t tiles = tiles_of(p);
+  const AttnTile& tile = attn_tile(context.isa);
   parallel_for(context.num_threads, p.batch_size * tiles, 1, [&](int64_t begin, int64_t end, int64_t worker) {
     for (int64_t item = begin; item < end; ++item) {
-      attend(p, item / tiles, requests[item / tiles], item % tiles * kTile, scratch[worker]);
+      attend(tile, p, item / tiles, requests[item / tiles], item % tiles * kTile, scratch[worker]);
     }
   });
 }
