@@ -157,11 +157,11 @@ typedef struct kdt_context_params {
 /* Creates *context. params may be NULL: the CPU backend with default threads. On an error *context is NULL.
  * The environment variable KDTREE_VERIFY_ATTN, read here, says which of its kernels verify_attn takes on CUDA: auto
  * (the default), plain (float32 arithmetic), mma (tensor cores; calls that it cannot take go to plain), wgmma (as
- * Hopper has them; calls that it cannot take, and other chips, go to mma). KDTREE_CPU_ISA, read here, too, says which
- * instructions the CPU backend's hot loops use: auto (the default: the widest that the processor has), scalar, avx2
- * (with FMA and F16C), avx512 (F, BW, DQ, VL); a set that the processor lacks is INVALID_ARGUMENT. So far verify_attn
- * alone has such loops; its results differ between sets in their last bits.
- * Errors: INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
+ * Hopper has them; calls that it cannot take, and other chips, go to mma). KDTREE_CPU_ISA, read here, too, says
+ * which instructions the CPU backend's hot loops use: auto (the default: the widest that the processor has),
+ * scalar, avx2 (with FMA and F16C), avx512 (F, BW, DQ, VL); a set that the processor lacks is INVALID_ARGUMENT. So
+ * far verify_attn alone has such loops; its results differ between sets in their last bits. Errors:
+ * INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
 KDT_API int32_t kdt_context_create(const kdt_context_params* params, kdt_context** context);
 
 /* Frees a context that no call is using any more. NULL is allowed. */
@@ -188,8 +188,8 @@ typedef struct kdt_device_info {
 
 /* Fills *info for one device. On CUDA it runs one tiny kernel there, so success proves that the library's
  * device code loads. Not for hot loops: it allocates and synchronises. The caller's current device is kept.
- * Errors: as kdt_device_count, and INVALID_ARGUMENT for a device that does not exist (on the CPU for KDTREE_CPU_ISA,
- * as kdt_context_create), STRUCT. */
+ * Errors: as kdt_device_count, and INVALID_ARGUMENT for a device that does not exist (on the CPU for
+ * KDTREE_CPU_ISA, as kdt_context_create), STRUCT. */
 KDT_API int32_t kdt_device_query(int32_t backend, int32_t device, kdt_device_info* info);
 
 /* ---- 4. The draft tree ----------------------------------------------------------------------------- */

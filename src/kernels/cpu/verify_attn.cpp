@@ -11,8 +11,11 @@
 // whose scores are not all finite (as those of a row with a NaN or infinity are not) takes a slower path that skips
 // masked entries.
 //
-// Limits: scratch is 0.4 MB a thread, whatever the prefix. Results do not depend on the number of threads; in their
-// last bits they do on the instruction set. A tile is one thread's: few queries and heads leave threads idle.
+// Where tiles are few, the cache rows of each are cut into parts, a number that follows from the shapes, so that
+// all threads have work; parts are joined in their order.
+//
+// Limits: scratch is 0.4 MB a thread, whatever the prefix, and 1 MB for parts. Results do not depend on the number
+// of threads; in their last bits they do on the instruction set.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -37,6 +40,14 @@ struct Request {
   int32_t node_count, prefix_len, kv_start;  // of a dead request all 0
 };
 
+// What the rows of a tile have come to, over some cache rows or all.
+struct Result {
+  float totals[kTile][kVDim];
+  float max[kTile];
+  double weight[kTile];
+  bool seen[kTile];
+};
+
 // One thread's scratch, 64-byte aligned.
 struct Scratch {
   alignas(64) float q[kTile][kQkDim];
@@ -45,10 +56,9 @@ struct Scratch {
   float nothing[kQkDim];  // of a row that is not loaded: zeros
   float scores[kTile][kBlock];  // scores, then weights
   float sums[kTile][kVDim];     // weighted values since the last folding
-  float totals[kTile][kVDim];
-  float max[kTile], total_max[kTile];
-  double weight[kTile], total_weight[kTile];
-  bool seen[kTile];  // the query saw a row
+  float max[kTile];
+  double weight[kTile];  // since the last folding, too
+  Result all;
 };
 
 int64_t capacity_of(const kdt_kv_cache& c) {
@@ -93,21 +103,23 @@ Request read_request(const kdt_verify_attn_params& p, int64_t b, int32_t* status
   return r;
 }
 
+// Adds what a row has come to elsewhere: `sums` in units of exp(max).
+void join(Result& all, int32_t r, const float* sums, float max, double weight) {
+  if (max == kNegInf && weight == 0.0) return;  // nothing seen there
+  const float top = std::max(max, all.max[r]);
+  // Before anything is seen a maximum is -inf, and its factor exp(-inf - top) = 0.
+  const float old_factor = all.max[r] == top ? 1.0f : std::exp(all.max[r] - top);
+  const float new_factor = max == top ? 1.0f : std::exp(max - top);
+  for (int32_t d = 0; d < kVDim; ++d) all.totals[r][d] = all.totals[r][d] * old_factor + sums[d] * new_factor;
+  all.weight[r] = all.weight[r] * static_cast<double>(old_factor) + weight * static_cast<double>(new_factor);
+  all.max[r] = top;
+}
+
 // Folds the running sums into the totals and starts new ones.
-void fold(Scratch& s) {
-  for (int32_t r = 0; r < kTile; ++r) {
-    if (s.max[r] == kNegInf && s.weight[r] == 0.0) continue;  // nothing seen since the last folding
-    const float top = std::max(s.max[r], s.total_max[r]);
-    // Before anything is seen a maximum is -inf, and its factor exp(-inf - top) = 0.
-    const float old_factor = s.total_max[r] == top ? 1.0f : std::exp(s.total_max[r] - top);
-    const float new_factor = s.max[r] == top ? 1.0f : std::exp(s.max[r] - top);
-    for (int32_t d = 0; d < kVDim; ++d) {
-      s.totals[r][d] = s.totals[r][d] * old_factor + s.sums[r][d] * new_factor;
-      s.sums[r][d] = 0.0f;
-    }
-    s.total_weight[r] =
-        s.total_weight[r] * static_cast<double>(old_factor) + s.weight[r] * static_cast<double>(new_factor);
-    s.total_max[r] = top;
+void fold(Scratch& s, int32_t count) {
+  for (int32_t r = 0; r < count; ++r) {
+    join(s.all, r, s.sums[r], s.max[r], s.weight[r]);
+    std::fill_n(s.sums[r], kVDim, 0.0f);
     s.max[r] = kNegInf;
     s.weight[r] = 0.0;
   }
@@ -122,7 +134,7 @@ void soften(const AttnTile& tile, Scratch& s, int32_t r, uint64_t mask, float sc
   }
   bool nan = false;
   const float top = tile.scale_and_mask(scores, mask, scale, s.max[r], &nan);
-  s.seen[r] = true;
+  s.all.seen[r] = true;
   if (nan || top == kPosInf) {  // softmax has no value
     s.weight[r] = std::numeric_limits<double>::quiet_NaN();
     std::fill_n(scores, kBlock, std::numeric_limits<float>::quiet_NaN());
@@ -141,99 +153,108 @@ void soften(const AttnTile& tile, Scratch& s, int32_t r, uint64_t mask, float sc
   s.weight[r] += tile.exponentiate(scores, mask, top);
 }
 
-// Query rows first..first+31 of a request, counted over (query, head).
-void attend(const AttnTile& tile, const kdt_verify_attn_params& p, int64_t b, const Request& request, int64_t first,
-            Scratch& s) {
-  const kdt_kv_cache& cache = *p.cache;
-  const int32_t heads = p.num_heads;
-  const int64_t rows = std::min<int64_t>(kTile, int64_t{p.num_queries} * heads - first);
-  const auto query_of = [&](int64_t r) { return static_cast<int32_t>((first + r) / heads); };
-  const auto head_of = [&](int64_t r) { return static_cast<int32_t>((first + r) % heads); };
+// A tile: rows first.. of a request, counted over (query, head).
+struct Tile {
+  int64_t b, first;
+  int64_t rows;  // at most kTile
 
-  const int32_t padded = static_cast<int32_t>(rows + 3) / 4 * 4;  // as products take them
+  int32_t query(const kdt_verify_attn_params& p, int64_t r) const {
+    return static_cast<int32_t>((first + r) / p.num_heads);
+  }
+  int32_t head(const kdt_verify_attn_params& p, int64_t r) const {
+    return static_cast<int32_t>((first + r) % p.num_heads);
+  }
+};
+
+// A tile over one of `parts` parts of the cache rows of its request, into s.all.
+void attend(const AttnTile& simd, const kdt_verify_attn_params& p, const Request& request, const Tile& tile,
+            int64_t part, int64_t parts, Scratch& s) {
+  const kdt_kv_cache& cache = *p.cache;
+  const int32_t padded = static_cast<int32_t>(tile.rows + 3) / 4 * 4;  // as products take them
   std::fill_n(s.nothing, kQkDim, 0.0f);
-  std::fill_n(&s.q[0][0], kTile * kQkDim, 0.0f);
-  std::fill_n(&s.sums[0][0], kTile * kVDim, 0.0f);
-  std::fill_n(&s.totals[0][0], kTile * kVDim, 0.0f);
+  std::fill_n(&s.q[0][0], padded * kQkDim, 0.0f);
+  std::fill_n(&s.sums[0][0], padded * kVDim, 0.0f);
+  std::fill_n(&s.all.totals[0][0], padded * kVDim, 0.0f);
   for (int32_t r = 0; r < kTile; ++r) {
-    s.max[r] = s.total_max[r] = kNegInf;
-    s.weight[r] = s.total_weight[r] = 0.0;
-    s.seen[r] = false;
+    s.max[r] = s.all.max[r] = kNegInf;
+    s.weight[r] = s.all.weight[r] = 0.0;
+    s.all.seen[r] = false;
   }
   bool any = false;  // some query of the tile is a node
-  for (int64_t r = 0; r < rows; ++r) {
-    if (query_of(r) >= request.node_count) continue;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    if (tile.query(p, r) >= request.node_count) continue;
     any = true;
-    const int64_t at = b * p.q_stride + query_of(r) * p.q_row_stride + head_of(r) * p.q_head_stride;
+    const int64_t at = tile.b * p.q_stride + tile.query(p, r) * p.q_row_stride + tile.head(p, r) * p.q_head_stride;
     load_floats(element(p.q, p.q_dtype, at), p.q_dtype, kQkDim, s.q[r]);
   }
+  if (!any) return;
 
   // Prefix blocks first, then the tree's: they start anew at slot 0, so that mask words need no shift.
+  const int64_t of_prefix = (int64_t{request.prefix_len} - request.kv_start + kBlock - 1) / kBlock;
+  const int64_t blocks = of_prefix + (request.node_count + kBlock - 1) / kBlock;
   int32_t since_fold = 0;
-  const auto visit = [&](int64_t row0, int32_t count, bool tree) {
+  for (int64_t block = part * blocks / parts; block < (part + 1) * blocks / parts; ++block) {
+    const bool in_tree = block >= of_prefix;
+    const int64_t slot = (block - of_prefix) * kBlock;  // in the tree
+    const int64_t row0 = in_tree ? request.prefix_len + slot : request.kv_start + block * kBlock;
+    const int64_t left = request.prefix_len - row0;  // in the prefix
+    const uint64_t whole = left >= kBlock ? ~uint64_t{0} : (uint64_t{1} << std::max<int64_t>(left, 0)) - 1;
     uint64_t masks[kTile] = {}, seen = 0, loaded = 0;
-    for (int64_t r = 0; r < rows; ++r) {
-      if (query_of(r) >= request.node_count) continue;
-      if (tree) {
-        masks[r] = tree_mask(p, b, query_of(r), row0 - request.prefix_len, request.node_count);
-      } else {
-        masks[r] = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-      }
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      if (tile.query(p, r) >= request.node_count) continue;
+      masks[r] = in_tree ? tree_mask(p, tile.b, tile.query(p, r), slot, request.node_count) : whole;
       seen |= masks[r];
     }
-    if (seen == 0) return;
+    if (seen == 0) continue;
     const float* keys[kBlock];
     for (int32_t c = 0; c < kBlock; ++c) {
-      const int64_t offset = (seen >> c & 1) != 0 ? row_offset(cache, b, row0 + c) : -1;
+      const int64_t offset = (seen >> c & 1) != 0 ? row_offset(cache, tile.b, row0 + c) : -1;
       keys[c] = s.nothing;
       if (offset < 0) continue;
       loaded |= uint64_t{1} << c;
       const void* const row = element(cache.data, p.kv_dtype, offset);
       keys[c] = p.kv_dtype == KDT_F32 ? static_cast<const float*>(row) : s.rows[c];
-      if (p.kv_dtype == KDT_BF16) tile.widen_bf16(static_cast<const uint16_t*>(row), kQkDim, s.rows[c]);
-      if (p.kv_dtype == KDT_F16) tile.widen_f16(static_cast<const uint16_t*>(row), kQkDim, s.rows[c]);
+      if (p.kv_dtype == KDT_BF16) simd.widen_bf16(static_cast<const uint16_t*>(row), kQkDim, s.rows[c]);
+      if (p.kv_dtype == KDT_F16) simd.widen_f16(static_cast<const uint16_t*>(row), kQkDim, s.rows[c]);
     }
-    if (loaded == 0) return;
-    tile.multiply(s.q[0], keys, padded, s.scores[0]);
-    const bool finite = tile.are_finite(s.scores[0], padded * kBlock);
+    if (loaded == 0) continue;
+    simd.multiply(s.q[0], keys, padded, s.scores[0]);
+    const bool finite = simd.are_finite(s.scores[0], padded * kBlock);
     for (int32_t r = 0; r < padded; ++r) {
       masks[r] &= loaded;
-      soften(tile, s, r, masks[r], p.scale);
+      soften(simd, s, r, masks[r], p.scale);
     }
     if (finite) {
-      tile.add(s.scores[0], keys, padded, s.sums[0]);
+      simd.add(s.scores[0], keys, padded, s.sums[0]);
     } else {
-      for (int32_t r = 0; r < padded; ++r) tile.add_some(s.scores[r], keys, masks[r], s.sums[r]);
+      for (int32_t r = 0; r < padded; ++r) simd.add_some(s.scores[r], keys, masks[r], s.sums[r]);
     }
     if (++since_fold == kBlocksPerFold) {
-      fold(s);
+      fold(s, padded);
       since_fold = 0;
     }
-  };
-  if (any) {
-    for (int64_t row = request.kv_start; row < request.prefix_len; row += kBlock) {
-      visit(row, static_cast<int32_t>(std::min<int64_t>(kBlock, request.prefix_len - row)), false);
-    }
-    for (int64_t j = 0; j < request.node_count; j += kBlock) visit(request.prefix_len + j, kBlock, true);
-    fold(s);
   }
+  fold(s, padded);
+}
 
-  for (int64_t r = 0; r < rows; ++r) {
+// Writes what the rows of a tile have come to.
+void store(const kdt_verify_attn_params& p, const Tile& tile, Result& all) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
     // A query that saw rows, all with score -inf, has a weight of 0 and gets NaN; one that saw none gets 0 and
     // -inf.
-    const double weight = s.total_weight[r];
-    const float factor = s.seen[r] ? static_cast<float>(1.0 / weight) : 0.0f;
-    for (int32_t d = 0; d < kVDim; ++d) s.totals[r][d] *= factor;
+    const double weight = all.weight[r];
+    const float factor = all.seen[r] ? static_cast<float>(1.0 / weight) : 0.0f;
+    for (int32_t d = 0; d < kVDim; ++d) all.totals[r][d] *= factor;
     double lse = -std::numeric_limits<double>::infinity();
-    if (s.seen[r]) {
+    if (all.seen[r]) {
       lse = weight == 0.0 ? std::numeric_limits<double>::quiet_NaN()
-                          : static_cast<double>(s.total_max[r]) + std::log(weight);
+                          : static_cast<double>(all.max[r]) + std::log(weight);
     }
     if (p.lse_base == KDT_LSE_BASE2) lse /= std::log(2.0);
-    const int64_t out_at = b * p.out_stride + query_of(r) * p.out_row_stride + head_of(r) * p.out_head_stride;
-    store_floats(s.totals[r], kVDim, p.out_dtype, element(p.out, p.out_dtype, out_at));
-    p.lse[b * p.lse_stride + query_of(r) * p.lse_row_stride + head_of(r) * p.lse_head_stride] =
-        static_cast<float>(lse);
+    const int64_t query = tile.query(p, r), head = tile.head(p, r);
+    const int64_t out_at = tile.b * p.out_stride + query * p.out_row_stride + head * p.out_head_stride;
+    store_floats(all.totals[r], kVDim, p.out_dtype, element(p.out, p.out_dtype, out_at));
+    p.lse[tile.b * p.lse_stride + query * p.lse_row_stride + head * p.lse_head_stride] = static_cast<float>(lse);
   }
 }
 
@@ -241,20 +262,37 @@ int64_t tiles_of(const kdt_verify_attn_params& p) {
   return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
 }
 
+// Into how many parts the cache rows of each tile are cut: few tiles make some 16 items of work, each of at least
+// eight blocks of a full cache. From shapes alone, so that results do not depend on the number of threads.
+int64_t parts_of(const kdt_verify_attn_params& p) {
+  constexpr int64_t kItems = 16, kFewestBlocks = 8;
+  const int64_t tiles = p.batch_size * tiles_of(p);
+  const int64_t most = std::max<int64_t>(capacity_of(*p.cache) / (kFewestBlocks * kBlock), 1);
+  return tiles >= kItems || tiles == 0 ? 1 : std::min(most, kItems / tiles);
+}
+
 size_t requests_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(batch_size) * sizeof(Request)); }
+
+// One result for each part of each tile, where there are parts.
+size_t results_bytes(const kdt_verify_attn_params& p) {
+  const int64_t parts = parts_of(p);
+  return parts == 1 ? 0 : round_up(static_cast<size_t>(p.batch_size * tiles_of(p) * parts) * sizeof(Result));
+}
 
 }  // namespace
 
 size_t verify_attn_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p) {
   if (p.batch_size == 0) return 0;
-  const int64_t threads = std::min(int64_t{context.num_threads}, p.batch_size * tiles_of(p));
-  return workspace_for(requests_bytes(p.batch_size) + static_cast<size_t>(threads) * sizeof(Scratch));
+  const int64_t threads = std::min(int64_t{context.num_threads}, p.batch_size * tiles_of(p) * parts_of(p));
+  return workspace_for(requests_bytes(p.batch_size) + results_bytes(p) +
+                       static_cast<size_t>(threads) * sizeof(Scratch));
 }
 
 void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, void* workspace) {
   std::byte* begin_of_all = workspace_begin(workspace);
   Request* requests = reinterpret_cast<Request*>(begin_of_all);
-  Scratch* scratch = reinterpret_cast<Scratch*>(begin_of_all + requests_bytes(p.batch_size));
+  Result* results = reinterpret_cast<Result*>(begin_of_all + requests_bytes(p.batch_size));
+  Scratch* scratch = reinterpret_cast<Scratch*>(begin_of_all + requests_bytes(p.batch_size) + results_bytes(p));
 
   const int64_t live = live_requests(p.num_live, p.batch_size);
   for (int64_t b = 0; b < p.batch_size; ++b) {
@@ -262,13 +300,38 @@ void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, vo
     requests[b] = b < live ? read_request(p, b, &status) : Request{};
     if (p.status != nullptr) p.status[b] = status;
   }
-  const int64_t tiles = tiles_of(p);
-  const AttnTile& tile = attn_tile(context.isa);
-  parallel_for(context.num_threads, p.batch_size * tiles, 1, [&](int64_t begin, int64_t end, int64_t worker) {
-    for (int64_t item = begin; item < end; ++item) {
-      attend(tile, p, item / tiles, requests[item / tiles], item % tiles * kTile, scratch[worker]);
+  const int64_t tiles = tiles_of(p), parts = parts_of(p);
+  const AttnTile& simd = attn_tile(context.isa);
+  const auto tile_of = [&](int64_t item) {
+    const int64_t first = item % tiles * kTile;
+    return Tile{item / tiles, first, std::min<int64_t>(kTile, int64_t{p.num_queries} * p.num_heads - first)};
+  };
+  parallel_for(context.num_threads, p.batch_size * tiles * parts, 1,
+               [&](int64_t begin, int64_t end, int64_t worker) {
+                 Scratch& s = scratch[worker];
+                 for (int64_t item = begin; item < end; ++item) {
+                   const Tile tile = tile_of(item / parts);
+                   attend(simd, p, requests[tile.b], tile, item % parts, parts, s);
+                   if (parts == 1) {
+                     store(p, tile, s.all);
+                   } else {
+                     results[item] = s.all;
+                   }
+                 }
+               });
+  if (parts == 1) return;
+  for (int64_t item = 0; item < p.batch_size * tiles; ++item) {
+    const Tile tile = tile_of(item);
+    Result& all = results[item * parts];
+    for (int64_t part = 1; part < parts; ++part) {
+      const Result& more = results[item * parts + part];
+      for (int32_t r = 0; r < tile.rows; ++r) {
+        join(all, r, more.totals[r], more.max[r], more.weight[r]);
+        all.seen[r] |= more.seen[r];
+      }
     }
-  });
+    store(p, tile, all);
+  }
 }
 
 }  // namespace kdt::cpu
