@@ -160,8 +160,9 @@ typedef struct kdt_context_params {
  * Hopper has them; calls that it cannot take, and other chips, go to mma). KDTREE_CPU_ISA, read here, too, says
  * which instructions the CPU backend's hot loops use: auto (the default: the widest that the processor has),
  * scalar, avx2 (with FMA and F16C), avx512 (F, BW, DQ, VL); a set that the processor lacks is INVALID_ARGUMENT. So
- * far verify_attn alone has such loops; its results differ between sets in their last bits. Errors:
- * INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
+ * far verify_attn alone has such loops; its results differ between sets in their last bits.
+ *
+ * Errors: INVALID_ARGUMENT, NULL_POINTER, STRUCT, UNSUPPORTED, NO_BACKEND, NO_DEVICE, CUDA, OUT_OF_MEMORY. */
 KDT_API int32_t kdt_context_create(const kdt_context_params* params, kdt_context** context);
 
 /* Frees a context that no call is using any more. NULL is allowed. */

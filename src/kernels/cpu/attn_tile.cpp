@@ -1,3 +1,5 @@
+// The inner loops of verify_attn on the CPU, for each instruction set.
+//
 // Idea: written once with vectors of W floats (GCC's vector extension), instantiated in functions that are compiled
 // for one instruction set each; this file alone is compiled with contraction, so that a product and a sum are one
 // instruction where there is one. Register blocks: R query rows by C cache rows (or C vectors of columns), each
@@ -5,6 +7,9 @@
 //
 // Everything here is inlined into those functions: nothing of the standard library may be emitted from this file,
 // or the linker could take a version with instructions that other processors do not have.
+//
+// Limits: GCC's extension (Clang's was not tried). Tried and lost: lanes summed through memory (products 133
+// GFLOP/s a core instead of 216), prefetches of the next block (plans/0008-cpu.md).
 #include "attn_tile.hpp"
 
 #include <cstddef>
