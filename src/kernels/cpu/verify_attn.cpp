@@ -308,8 +308,8 @@ void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, vo
   };
   parallel_for(context.num_threads, p.batch_size * tiles * parts, 1,
                [&](int64_t begin, int64_t end, int64_t worker) {
-                 Scratch& s = scratch[worker];
                  for (int64_t item = begin; item < end; ++item) {
+                   Scratch& s = scratch[worker];  // without items there is none
                    const Tile tile = tile_of(item / parts);
                    attend(simd, p, requests[tile.b], tile, item % parts, parts, s);
                    if (parts == 1) {
