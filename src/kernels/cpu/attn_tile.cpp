@@ -3,16 +3,17 @@
 // Idea: written once with vectors of W floats (GCC's vector extension), instantiated in functions that are compiled
 // for one instruction set each; this file alone is compiled with contraction, so that a product and a sum are one
 // instruction where there is one. Register blocks: R query rows by C cache rows (or C vectors of columns), each
-// accumulator W partial sums, which are added up at the end: no float32 sum of products has more than 36.
+// accumulator W partial sums, which are added up at the end: a score is made of float32 sums of 36 products each,
+// what a block adds to the results of 64.
 //
 // Everything here is inlined into those functions: nothing of the standard library may be emitted from this file,
-// or the linker could take a version with instructions that other processors do not have.
+// or the linker could take a version with instructions that other processors do not have (.ci/run looks for such).
 //
 // Limits: GCC's extension (Clang's was not tried). Tried and lost: lanes summed through memory (products 133
 // GFLOP/s a core instead of 216), prefetches of the next block (plans/0008-cpu.md).
 #include "attn_tile.hpp"
 
-#include <cstddef>
+#include "floats.hpp"
 
 namespace kdt::cpu {
 namespace {
@@ -251,24 +252,10 @@ KDT_INLINE void scale(float* y, int32_t count, float factor) {
 }
 
 KDT_INLINE void widen_bf16(const uint16_t* from, int32_t count, float* to) {
-  for (int32_t i = 0; i < count; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-    __builtin_memcpy(to + i, &bits, 4);
-  }
+  for (int32_t i = 0; i < count; ++i) to[i] = float_from_bf16(from[i]);
 }
-
-// As float_from_f16() in floats.hpp.
 KDT_INLINE void widen_f16(const uint16_t* from, int32_t count, float* to) {
-  for (int32_t i = 0; i < count; ++i) {
-    const uint32_t half = from[i], sign = (half & 0x8000u) << 16, magnitude = (half & 0x7fffu) << 13;
-    float small;
-    __builtin_memcpy(&small, &magnitude, 4);
-    small *= 0x1p112f;
-    uint32_t bits;
-    __builtin_memcpy(&bits, &small, 4);
-    bits |= sign | (magnitude >= 0x7c00u << 13 ? 0x7f800000u : 0u);
-    __builtin_memcpy(to + i, &bits, 4);
-  }
+  for (int32_t i = 0; i < count; ++i) to[i] = float_from_f16(from[i]);
 }
 
 // The functions for one set: vectors of W floats, register blocks of R rows by C.

@@ -20,9 +20,8 @@ struct AttnTile {
   void (*add)(const float* weights, const float* const* keys, int32_t count, float* sums);
   // The same for one row, to the bit, of the keys of `mask` alone: the others may be anything.
   void (*add_some)(const float* weights, const float* const* keys, uint64_t mask, float* sums);
-  // x[i] *= factor for the bits of `mask`, -inf for the others; returns the largest of these and `least`. *nan: one
-  // of
-  // them is NaN.
+  // x[i] *= factor for the bits of `mask`, -inf for the others. Returns the largest of these and `least`, apart
+  // from NaN; *nan says whether there is one.
   float (*scale_and_mask)(float* x, uint64_t mask, float factor, float least, bool* nan);
   // x[i] = exp(x[i] - top) for the bits of `mask`, 0 for the others; returns their sum. x - top <= 0, no NaN.
   // Relative error at most 2.5e-7; 0 below exp(-87.3).

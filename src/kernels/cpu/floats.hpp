@@ -10,9 +10,13 @@
 
 namespace kdt::cpu {
 
-inline float float_from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+// Always inlined, so that loops compiled for one instruction set (attn_tile.cpp) leave no function of theirs
+// behind.
+[[gnu::always_inline]] inline float float_from_bf16(uint16_t bits) {
+  return std::bit_cast<float>(uint32_t{bits} << 16);
+}
 
-inline float float_from_f16(uint16_t bits) {
+[[gnu::always_inline]] inline float float_from_f16(uint16_t bits) {
   const uint32_t sign = uint32_t{bits & 0x8000u} << 16, magnitude = uint32_t{bits & 0x7fffu} << 13;
   // Exponent bias 15 to 127 by a multiplication, which is right for subnormals too; then infinity and NaN.
   uint32_t result = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);

@@ -11,8 +11,8 @@
 // whose scores are not all finite (as those of a row with a NaN or infinity are not) takes a slower path that skips
 // masked entries.
 //
-// Where tiles are few, the cache rows of each are cut into parts, a number that follows from the shapes, so that
-// all threads have work; parts are joined in their order.
+// Where tiles are few and prefixes long, the cache rows of each tile are cut into parts, so that all threads have
+// work; parts are joined in their order. Their number follows from the shapes and the longest request.
 //
 // Limits: scratch is 0.4 MB a thread, whatever the prefix, and 1 MB for parts. Results do not depend on the number
 // of threads; in their last bits they do on the instruction set.
@@ -51,9 +51,8 @@ struct Result {
 // One thread's scratch, 64-byte aligned.
 struct Scratch {
   alignas(64) float q[kTile][kQkDim];
-  float rows[kBlock]
-            [kQkDim];     // the block's keys, where they are not float32; their first 512 columns are the values
-  float nothing[kQkDim];  // of a row that is not loaded: zeros
+  float rows[kBlock][kQkDim];   // the block's keys where they are not float32; the first 512 columns are the values
+  float nothing[kQkDim];        // of a row that is not loaded: zeros
   float scores[kTile][kBlock];  // scores, then weights
   float sums[kTile][kVDim];     // weighted values since the last folding
   float max[kTile];
@@ -115,10 +114,10 @@ void join(Result& all, int32_t r, const float* sums, float max, double weight) {
   all.max[r] = top;
 }
 
-// Folds the running sums into the totals and starts new ones.
-void fold(Scratch& s, int32_t count) {
+// Folds the running sums into what there is and starts new ones.
+void fold(Scratch& s, int32_t count, Result& all) {
   for (int32_t r = 0; r < count; ++r) {
-    join(s.all, r, s.sums[r], s.max[r], s.weight[r]);
+    join(all, r, s.sums[r], s.max[r], s.weight[r]);
     std::fill_n(s.sums[r], kVDim, 0.0f);
     s.max[r] = kNegInf;
     s.weight[r] = 0.0;
@@ -126,15 +125,14 @@ void fold(Scratch& s, int32_t count) {
 }
 
 // Turns a row of scores into weights and rescales its running sum when the maximum rises.
-void soften(const AttnTile& tile, Scratch& s, int32_t r, uint64_t mask, float scale) {
+void soften(const AttnTile& simd, Scratch& s, int32_t r, uint64_t mask, float scale) {
   float* const scores = s.scores[r];
   if (mask == 0) {
     std::fill_n(scores, kBlock, 0.0f);
     return;
   }
   bool nan = false;
-  const float top = tile.scale_and_mask(scores, mask, scale, s.max[r], &nan);
-  s.all.seen[r] = true;
+  const float top = simd.scale_and_mask(scores, mask, scale, s.max[r], &nan);
   if (nan || top == kPosInf) {  // softmax has no value
     s.weight[r] = std::numeric_limits<double>::quiet_NaN();
     std::fill_n(scores, kBlock, std::numeric_limits<float>::quiet_NaN());
@@ -146,11 +144,11 @@ void soften(const AttnTile& tile, Scratch& s, int32_t r, uint64_t mask, float sc
   }
   if (top > s.max[r] && s.weight[r] != 0.0) {
     const float factor = std::exp(s.max[r] - top);
-    tile.scale(s.sums[r], kVDim, factor);
+    simd.scale(s.sums[r], kVDim, factor);
     s.weight[r] *= static_cast<double>(factor);
   }
   s.max[r] = top;
-  s.weight[r] += tile.exponentiate(scores, mask, top);
+  s.weight[r] += simd.exponentiate(scores, mask, top);
 }
 
 // A tile: rows first.. of a request, counted over (query, head).
@@ -166,19 +164,24 @@ struct Tile {
   }
 };
 
-// A tile over one of `parts` parts of the cache rows of its request, into s.all.
+// Blocks of cache rows: the prefix's first, then the tree's, which start anew at slot 0, so that mask words need no
+// shift.
+int64_t prefix_blocks(const Request& r) { return (int64_t{r.prefix_len} - r.kv_start + kBlock - 1) / kBlock; }
+int64_t all_blocks(const Request& r) { return prefix_blocks(r) + (r.node_count + kBlock - 1) / kBlock; }
+
+// A tile over one of `parts` parts of the cache rows of its request.
 void attend(const AttnTile& simd, const kdt_verify_attn_params& p, const Request& request, const Tile& tile,
-            int64_t part, int64_t parts, Scratch& s) {
+            int64_t part, int64_t parts, Scratch& s, Result& all) {
   const kdt_kv_cache& cache = *p.cache;
   const int32_t padded = static_cast<int32_t>(tile.rows + 3) / 4 * 4;  // as products take them
   std::fill_n(s.nothing, kQkDim, 0.0f);
   std::fill_n(&s.q[0][0], padded * kQkDim, 0.0f);
   std::fill_n(&s.sums[0][0], padded * kVDim, 0.0f);
-  std::fill_n(&s.all.totals[0][0], padded * kVDim, 0.0f);
+  std::fill_n(&all.totals[0][0], padded * kVDim, 0.0f);
   for (int32_t r = 0; r < kTile; ++r) {
-    s.max[r] = s.all.max[r] = kNegInf;
-    s.weight[r] = s.all.weight[r] = 0.0;
-    s.all.seen[r] = false;
+    s.max[r] = all.max[r] = kNegInf;
+    s.weight[r] = all.weight[r] = 0.0;
+    all.seen[r] = false;
   }
   bool any = false;  // some query of the tile is a node
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -189,9 +192,7 @@ void attend(const AttnTile& simd, const kdt_verify_attn_params& p, const Request
   }
   if (!any) return;
 
-  // Prefix blocks first, then the tree's: they start anew at slot 0, so that mask words need no shift.
-  const int64_t of_prefix = (int64_t{request.prefix_len} - request.kv_start + kBlock - 1) / kBlock;
-  const int64_t blocks = of_prefix + (request.node_count + kBlock - 1) / kBlock;
+  const int64_t of_prefix = prefix_blocks(request), blocks = all_blocks(request);
   int32_t since_fold = 0;
   for (int64_t block = part * blocks / parts; block < (part + 1) * blocks / parts; ++block) {
     const bool in_tree = block >= of_prefix;
@@ -222,6 +223,7 @@ void attend(const AttnTile& simd, const kdt_verify_attn_params& p, const Request
     const bool finite = simd.are_finite(s.scores[0], padded * kBlock);
     for (int32_t r = 0; r < padded; ++r) {
       masks[r] &= loaded;
+      all.seen[r] |= masks[r] != 0;
       soften(simd, s, r, masks[r], p.scale);
     }
     if (finite) {
@@ -230,11 +232,11 @@ void attend(const AttnTile& simd, const kdt_verify_attn_params& p, const Request
       for (int32_t r = 0; r < padded; ++r) simd.add_some(s.scores[r], keys, masks[r], s.sums[r]);
     }
     if (++since_fold == kBlocksPerFold) {
-      fold(s, padded);
+      fold(s, padded, all);
       since_fold = 0;
     }
   }
-  fold(s, padded);
+  fold(s, padded, all);
 }
 
 // Writes what the rows of a tile have come to.
@@ -262,20 +264,22 @@ int64_t tiles_of(const kdt_verify_attn_params& p) {
   return (int64_t{p.num_queries} * p.num_heads + kTile - 1) / kTile;
 }
 
-// Into how many parts the cache rows of each tile are cut: few tiles make some 16 items of work, each of at least
-// eight blocks of a full cache. From shapes alone, so that results do not depend on the number of threads.
-int64_t parts_of(const kdt_verify_attn_params& p) {
+// Into how many parts the cache rows of each tile are cut, of requests of up to so many blocks: few tiles make some
+// 16 items of work, each of at least eight blocks. Not by the number of threads, so that results do not depend on
+// that.
+int64_t parts_of(const kdt_verify_attn_params& p, int64_t blocks) {
   constexpr int64_t kItems = 16, kFewestBlocks = 8;
-  const int64_t tiles = p.batch_size * tiles_of(p);
-  const int64_t most = std::max<int64_t>(capacity_of(*p.cache) / (kFewestBlocks * kBlock), 1);
-  return tiles >= kItems || tiles == 0 ? 1 : std::min(most, kItems / tiles);
+  const int64_t tiles = std::max<int64_t>(p.batch_size * tiles_of(p), 1);
+  return std::max<int64_t>(std::min(blocks / kFewestBlocks, kItems / tiles), 1);
 }
+// As many as there is scratch for.
+int64_t most_parts_of(const kdt_verify_attn_params& p) { return parts_of(p, capacity_of(*p.cache) / kBlock); }
 
 size_t requests_bytes(int64_t batch_size) { return round_up(static_cast<size_t>(batch_size) * sizeof(Request)); }
 
 // One result for each part of each tile, where there are parts.
 size_t results_bytes(const kdt_verify_attn_params& p) {
-  const int64_t parts = parts_of(p);
+  const int64_t parts = most_parts_of(p);
   return parts == 1 ? 0 : round_up(static_cast<size_t>(p.batch_size * tiles_of(p) * parts) * sizeof(Result));
 }
 
@@ -283,7 +287,7 @@ size_t results_bytes(const kdt_verify_attn_params& p) {
 
 size_t verify_attn_workspace_size(const kdt_context& context, const kdt_verify_attn_params& p) {
   if (p.batch_size == 0) return 0;
-  const int64_t threads = std::min(int64_t{context.num_threads}, p.batch_size * tiles_of(p) * parts_of(p));
+  const int64_t threads = std::min(int64_t{context.num_threads}, p.batch_size * tiles_of(p) * most_parts_of(p));
   return workspace_for(requests_bytes(p.batch_size) + results_bytes(p) +
                        static_cast<size_t>(threads) * sizeof(Scratch));
 }
@@ -295,12 +299,14 @@ void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, vo
   Scratch* scratch = reinterpret_cast<Scratch*>(begin_of_all + requests_bytes(p.batch_size) + results_bytes(p));
 
   const int64_t live = live_requests(p.num_live, p.batch_size);
+  int64_t longest = 0;
   for (int64_t b = 0; b < p.batch_size; ++b) {
     int32_t status = 0;
     requests[b] = b < live ? read_request(p, b, &status) : Request{};
     if (p.status != nullptr) p.status[b] = status;
+    longest = std::max(longest, all_blocks(requests[b]));
   }
-  const int64_t tiles = tiles_of(p), parts = parts_of(p);
+  const int64_t tiles = tiles_of(p), parts = std::min(parts_of(p, longest), most_parts_of(p));
   const AttnTile& simd = attn_tile(context.isa);
   const auto tile_of = [&](int64_t item) {
     const int64_t first = item % tiles * kTile;
@@ -311,12 +317,9 @@ void verify_attn(const kdt_context& context, const kdt_verify_attn_params& p, vo
                  for (int64_t item = begin; item < end; ++item) {
                    Scratch& s = scratch[worker];  // without items there is none
                    const Tile tile = tile_of(item / parts);
-                   attend(simd, p, requests[tile.b], tile, item % parts, parts, s);
-                   if (parts == 1) {
-                     store(p, tile, s.all);
-                   } else {
-                     results[item] = s.all;
-                   }
+                   Result& all = parts == 1 ? s.all : results[item];
+                   attend(simd, p, requests[tile.b], tile, item % parts, parts, s, all);
+                   if (parts == 1) store(p, tile, all);
                  }
                });
   if (parts == 1) return;

@@ -176,9 +176,8 @@ __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_
 __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int32_t column,
                                 int32_t row, int32_t page, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3, "
-      "%4}], [%5], %6;" ::"r"(target),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
       "l"(&map), "r"(column), "r"(row), "r"(page), "r"(barrier), "l"(policy)
       : "memory");
 }
