@@ -514,6 +514,26 @@ def test_scores_far_from_zero(context: kdt.Context, dtype: str, query: float, ke
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("prefix", "queries"), [(3000, 17), (20, 65)])
+def test_columns_of_different_size_are_each_right(context: kdt.Context, dtype: str, prefix: int, queries: int) -> None:
+    """Each column within tolerance of its own size, be it a millionth of its neighbours'."""
+    problem = make_problem(np.random.default_rng(10), [prefix, 7], [queries, queries], queries, 8, dtype=dtype)
+    problem.q[..., :512] = 0  # so that scores stay what they are
+    powers = np.arange(512) % (5 if dtype == "float16" else 9)
+    for b, rows in enumerate(problem.rows):
+        scaled = to_float32(rows)
+        scaled[:, :512] *= np.float32(10.0) ** (2 - powers)
+        problem.rows[b] = cases.as_dtype(scaled, dtype)
+    got = attend(problem, context)
+    assert_right(problem, got)
+    for b in range(2):
+        out, _ = exact(problem, b)
+        for power in range(powers.max() + 1):
+            columns = powers == power
+            assert error(got.out[b][..., columns], out[..., columns]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("paged", "room"), [(False, 4), (False, 70), (True, 16)])
 def test_rows_beyond_the_cache_are_unseen(context: kdt.Context, dtype: str, paged: bool, room: int) -> None:
     """More nodes than the cache has rows for a request: no query sees what is not there."""
@@ -541,6 +561,33 @@ def test_rows_beyond_the_cache_are_unseen(context: kdt.Context, dtype: str, page
         want_out, want_lse = exact(problem, b)
         assert error(out[b], want_out) <= TOLERANCE[dtype]
         assert_lse(lse[b], want_lse, "e")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_table_with_room_for_a_billion_rows(context: kdt.Context, dtype: str) -> None:
+    """So many that positions in all work take more than 32 bits; requests have few of them."""
+    rng = np.random.default_rng(11)
+    lens, queries, heads, page_size = [700, 0, 2000], 65, 16, 256
+    problem = make_problem(rng, lens, [queries] * 3, queries, heads, mask="causal", dtype=dtype, num_slots=None)
+    pages = [-(-len(rows) // page_size) for rows in problem.rows]
+    cache = np.zeros((sum(pages), page_size, 576), problem.q.dtype)
+    table = np.full((3, 2**22), -1, np.int32)
+    for b, rows in enumerate(problem.rows):
+        first = sum(pages[:b])
+        table[b, : pages[b]] = np.arange(first, first + pages[b])
+        cache[first : first + pages[b]].reshape(-1, 576)[: len(rows)] = rows
+    put = context.memory.put
+    got = ops.verify_attn(
+        put(problem.q),
+        put(cache),
+        None,
+        put(vector(*lens)),
+        scale=problem.scale,
+        block_table=put(table),
+        return_status=True,
+        context=context,
+    )
+    assert_right(problem, Attended(*to_host(got)))
 
 
 @pytest.mark.cuda

@@ -36,9 +36,10 @@ int32_t allow_shared_memory(const Session& session, const void* kernel, size_t b
 // How a kernel starts relative to the one before it on its stream.
 enum class After {
   kFinished,   // when that has finished
-  kTriggered,  // when that has passed (or ended without) trigger_dependents(): the kernel calls wait_for_primary()
-               // before it reads what that wrote. Where kernels were not compiled for Hopper or
-               // newer this is kFinished: their wait_for_primary() is empty, on whatever chip they run.
+  kTriggered,  // when that, be it ours or the caller's, has passed (or ended without) trigger_dependents(): the
+               // kernel calls wait_for_primary() before it reads what that wrote or writes what that may read.
+               // Where kernels were not compiled for Hopper or newer this is kFinished: their wait_for_primary() is
+               // empty, on whatever chip they run.
 };
 
 // Launches a kernel of ours; an error is that of this launch. `what` names it in the error text.

@@ -16,6 +16,7 @@ constexpr int32_t kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) prepare(const kdt_verify_attn_params p, const kdt_kv_cache cache,
                                                     const kdt_tree tree, AttnRequest* requests, const Plan plan) {
+  wait_for_primary();
   trigger_dependents();
   const int64_t live = live_requests(p.num_live, p.batch_size);
   for (int64_t b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
@@ -61,7 +62,7 @@ int32_t enqueue(const Session& session, const kdt_verify_attn_params& p, void* w
     if (const std::optional<int32_t> done = enqueue_wgmma(session, call, scratch)) return *done;
   }
   const bool mma = takes_mma(session.context(), p);
-  KDT_TRY(launch_kernel<0>(session, "verify_attn, numbers", prepare, p.batch_size, kThreads, After::kFinished, p,
+  KDT_TRY(launch_kernel<0>(session, "verify_attn, numbers", prepare, p.batch_size, kThreads, After::kTriggered, p,
                            call.cache, call.tree, requests, mma ? scratch_of(scratch, p).plan : Plan{nullptr, 0}));
   return mma ? enqueue_mma(session, call, requests, scratch) : enqueue_plain(session, call, requests, scratch);
 }

@@ -324,11 +324,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t blocks_in_all = count_blocks(s, requests, p.batch_size);
   if (blocks_in_all == 0) return;
   const int32_t blocks_at_once = static_cast<int32_t>(gridDim.x);
-  const Cut cut(blocks_in_all, 1, false, 0, TheBlocks::kInStepFrom, tiles, blocks_at_once,  // without heads
+  const Cut cut(blocks_in_all, int64_t{1}, false, 0, TheBlocks::kInStepFrom, tiles, blocks_at_once,  // no heads
                 static_cast<int32_t>(blocks_at_once / tiles));
   const bool working = blockIdx.x < cut.parts;
-  const Share share = cut.share(working ? static_cast<int32_t>(blockIdx.x) : 0,
-                                working ? static_cast<int32_t>(blockIdx.x / tiles) : 0);
+  const Share share = cut.share<int64_t>(working ? static_cast<int32_t>(blockIdx.x) : 0,
+                                         working ? static_cast<int32_t>(blockIdx.x / tiles) : 0);
   if (!working) return;
   find_first_work(s, requests, p.batch_size, cut, share);
   if (thread == 0) {
@@ -587,7 +587,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (poisoned) {
       sync_part<kGroupThreads>(1 + at.group);  // the results are there
       poison<T, kGroupThreads>(w, w.request.lacks_rows != 0 ? w.first : w.first_masked, w.end, p, cache, tree,
-                               at.group * kGroupRows, kGroupRows, thread % kGroupThreads, partial);
+                               at.group * kGroupRows, kGroupRows, thread % kGroupThreads, partial, false);
     }
 
     // ---- on to the next request that has rows
@@ -642,7 +642,7 @@ int32_t enqueue_mma(const Session& session, const AttnCall& call, const AttnRequ
   const Scratch scratch = scratch_of(workspace, p);
   const auto start = p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
   KDT_TRY(start(session, call, requests, scratch));
-  return enqueue_combine(session, p, scratch);
+  return enqueue_combine(session, p, scratch, false);
 }
 
 }  // namespace kdt::cuda

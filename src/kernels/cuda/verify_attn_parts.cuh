@@ -48,14 +48,31 @@ __device__ inline State in_base_e(const kdt_verify_attn_params& p, double weight
 struct Partial {
   // Weighted sums, as they lie in registers: of 16 rows and 8 columns each lane l has, with g = l / 4 and t = l %
   // 4, those at (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
-  float4 values[kTile / 16][kVDim / 8][kWarpSize];
+  union {
+    float4 values[kTile / 16][kVDim / 8][kWarpSize];
+    // The same in float16, in units of 2^exponents[column / 256][row]: half the bytes to write and to read. For
+    // results that are rounded to bfloat16 in the end, which has an eighth of the precision.
+    uint2 halves[kTile / 16][kVDim / 8][kWarpSize];
+  };
   RowState states[kTile];
+  int32_t exponents[2][kTile];
 
-  __device__ float& at(int32_t row, int32_t column) {
-    float4& four = values[row / 16][column / 8][row % 8 * 4 + column % 8 / 2];
-    return (&four.x)[row / 8 % 2 * 2 + column % 2];
+  __device__ void set_nan(int32_t row, int32_t column, bool are_halves) {
+    const int32_t warp = row / 16, eight = column / 8, lane = row % 8 * 4 + column % 8 / 2;
+    const int32_t number = row / 8 % 2 * 2 + column % 2;
+    if (are_halves) {
+      reinterpret_cast<__half*>(&halves[warp][eight][lane])[number] = __float2half(quiet_nan());
+    } else {
+      reinterpret_cast<float*>(&values[warp][eight][lane])[number] = quiet_nan();
+    }
   }
 };
+
+// The exponent in whose units float16 holds numbers up to `largest` as well as it can.
+__device__ inline int32_t exponent_for(float largest) {
+  return max((__float_as_int(largest) >> 23) - (127 + 14), -120);
+}
+__device__ inline float power_of_two(int32_t exponent) { return __int_as_float((exponent + 127) << 23); }
 
 // ---- the plan ----------------------------------------------------------------------------------------
 
@@ -67,18 +84,23 @@ struct Blocks {
   static constexpr int64_t kInStepFrom = kInStepBytesOfRows / (kRows * kRowBytes);
   static constexpr int32_t kMaxMasked = (KDT_MAX_BUDGET + 1 + kRows - 1) / kRows + 1;  // that reach into the tree
 
-  __device__ static int64_t start(const AttnRequest& r) {
-    return kAligned ? r.kv_start / kRows * kRows : r.kv_start;
+  __device__ static int32_t start(const AttnRequest& r) {
+    return kAligned ? r.kv_start - r.kv_start % kRows : r.kv_start;
+  }
+  __device__ static int32_t of_prefix(const AttnRequest& r) {  // whole ones
+    return static_cast<int32_t>(static_cast<uint32_t>(r.prefix_len - start(r)) / kRows);
   }
   __device__ static int32_t count(const AttnRequest& r) {
-    if (r.node_count == 0) return 0;
-    return static_cast<int32_t>((r.prefix_len - start(r) + r.node_count + kRows - 1) / kRows);
+    const uint32_t rows = static_cast<uint32_t>(r.prefix_len - start(r)) + static_cast<uint32_t>(r.node_count);
+    return r.node_count == 0 ? 0 : static_cast<int32_t>((rows + (kRows - 1)) / kRows);
   }
 };
 
 // a / b of numbers >= 0, of which most are small.
-__device__ inline int64_t quotient(int64_t a, int64_t b) {
-  return ((a | b) >> 32) == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+template <class Int>
+__device__ Int quotient(Int a, Int b) {
+  if (sizeof(Int) > 4 && (static_cast<int64_t>(a | b) >> 32) != 0) return a / b;
+  return static_cast<Int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
 // A warp's sums: of all lanes, and of the lanes up to this one.
@@ -106,6 +128,9 @@ struct Share {
 // All work as one line of blocks, tile by tile and in each request by request, cut into parts of one length.
 // Neighbouring thread blocks have neighbouring parts, or, in step, the same part of neighbouring tiles. Each
 // request begins with `head` blocks that are none: what a further piece of work costs a part besides its blocks.
+//
+// In what is a template, Int holds what is worked out: 64 bits always do, and take a warp that plans alone twice as
+// long; 32 where the line, times one more than the number of parts, does not reach 2^31 (fits_32_bits()).
 struct Cut {
   int64_t blocks;  // of one tile, over all requests, heads included
   int64_t parts;
@@ -117,10 +142,11 @@ struct Cut {
   // Of so many blocks of a tile, over so many requests that have some; `column` is most_parts / tiles. `even`: the
   // requests are of one length, and are cut into the same number of parts each if that leaves few thread blocks
   // idle: then nobody has pieces of two.
-  __device__ Cut(int64_t blocks, int64_t requests, bool even, int32_t most_head, int64_t in_step_from,
-                 int64_t tiles, int32_t most_parts, int32_t column)
+  template <class Int>
+  __device__ Cut(Int blocks, Int requests, bool even, int32_t most_head, Int in_step_from, Int tiles,
+                 int32_t most_parts, int32_t column)
       : tiles(tiles), head(0), in_column(0) {
-    const auto is_enough = [&](int64_t parts) {
+    const auto is_enough = [&](Int parts) {
       return static_cast<float>(parts) >= (1.0f - kMostIdle) * static_cast<float>(most_parts);
     };
     if (even && requests > 1 && column >= requests) {
@@ -130,32 +156,36 @@ struct Cut {
         most_head = 0;
       }
     }
-    column = max(1, static_cast<int32_t>(min(int64_t{column}, blocks / kFewestBlocks)));
-    parts = max(int64_t{1}, min(int64_t{most_parts}, blocks * tiles / kFewestBlocks));
-    const int64_t busy = column * tiles;
+    column = max(1, static_cast<int32_t>(min(Int{column}, blocks / kFewestBlocks)));
+    Int parts = max(Int{1}, min(Int{most_parts}, blocks * tiles / kFewestBlocks));
+    const Int busy = column * tiles;
     if (blocks > in_step_from && busy <= most_parts && is_enough(busy)) {
       in_column = column;
       parts = busy;
     }
     // With one request a part has one piece. Heads are small beside a part, so that every part has some work.
     if (requests > 1 && most_head > 0) {
-      head = static_cast<int32_t>(min(int64_t{most_head}, quotient(blocks * tiles, parts) / 4));
+      head = static_cast<int32_t>(min(Int{most_head}, quotient<Int>(blocks * tiles, parts) / 4));
     }
+    this->parts = parts;
     this->blocks = blocks + head * requests;
   }
   // Of a request of so many blocks, on the line.
   __device__ int32_t length(int32_t request_blocks) const { return request_blocks > 0 ? request_blocks + head : 0; }
   // Of a thread block; `row` is block / tiles.
+  template <class Int>
   __device__ Share share(int32_t block, int32_t row) const {
+    const Int blocks = static_cast<Int>(this->blocks);
     if (in_column > 0) {
       const int32_t tile = block - row * static_cast<int32_t>(tiles);
-      const int64_t line = tile * blocks;
-      return {int64_t{tile} * in_column + row, line + quotient(row * blocks, in_column),
-              line + quotient((row + 1) * blocks, in_column), tile};
+      const Int line = tile * blocks;
+      return {tile * in_column + row, line + quotient<Int>(row * blocks, in_column),
+              line + quotient<Int>((row + 1) * blocks, in_column), tile};
     }
-    const int64_t begin = quotient(block * (blocks * tiles), parts);
-    return {block, begin, quotient((block + int64_t{1}) * (blocks * tiles), parts),
-            static_cast<int32_t>(quotient(begin, blocks))};
+    const Int all = blocks * static_cast<Int>(tiles), parts = static_cast<Int>(this->parts);
+    const Int begin = quotient<Int>(block * all, parts);
+    return {block, begin, quotient<Int>((block + Int{1}) * all, parts),
+            static_cast<int32_t>(quotient<Int>(begin, blocks))};
   }
   __device__ int64_t part_with(int64_t at) const { return quotient((at + 1) * parts - 1, blocks * tiles); }
 };
@@ -174,18 +204,19 @@ struct WorkOf {
 
   // `at`, in this tile, and `line_end` are positions on the line, `offset` is set. A line that ends in the
   // request's head leaves an empty piece, the last of its part.
-  __device__ void set(const AttnRequest& of, int64_t request_index, const Cut& cut, int32_t at_tile, int64_t at,
-                      int64_t line_end) {
+  template <class Int>
+  __device__ void set(const AttnRequest& of, int64_t request_index, const Cut& cut, int32_t at_tile, Int at,
+                      Int line_end) {
     request = of;
     request_blocks = TheBlocks::count(of);
     b = request_index;
     tile = at_tile;
-    const int64_t request_at = tile * cut.blocks + offset;
-    position = min(line_end, request_at + cut.length(request_blocks));
-    first = static_cast<int32_t>(max(at - request_at - cut.head, int64_t{0}));
-    end = static_cast<int32_t>(max(position - request_at - cut.head, int64_t{0}));
-    const int64_t of_prefix = (request.prefix_len - TheBlocks::start(of)) / TheBlocks::kRows;
-    first_masked = min(max(static_cast<int32_t>(of_prefix), first), end);
+    const Int request_at = tile * static_cast<Int>(cut.blocks) + static_cast<Int>(offset),
+              place = min(line_end, request_at + cut.length(request_blocks));
+    position = place;
+    first = static_cast<int32_t>(max(at - request_at - cut.head, Int{0}));
+    end = static_cast<int32_t>(max(place - request_at - cut.head, Int{0}));
+    first_masked = min(max(TheBlocks::of_prefix(of), first), end);
   }
   // The blocks that some query row of the tile sees, one after another: those before first_masked, then
   // the wanted ones of the masked blocks.
@@ -195,7 +226,7 @@ struct WorkOf {
   __device__ bool whole() const { return first == 0 && end == request_blocks; }
   __device__ int32_t node_rows(int32_t num_heads) const { return request.node_count * num_heads; }
   __device__ int64_t first_row(int32_t block) const {
-    return TheBlocks::start(request) + int64_t{block} * TheBlocks::kRows;
+    return int64_t{TheBlocks::start(request)} + int64_t{block} * TheBlocks::kRows;
   }
   __device__ int32_t first_slot(int32_t block) const {
     return static_cast<int32_t>(first_row(block) - request.prefix_len);
@@ -263,7 +294,7 @@ template <class T, int32_t kThreads, class TheBlocks>
 __device__ __noinline__ void poison(const WorkOf<TheBlocks>& w, int32_t block, int32_t end_block,
                                     const kdt_verify_attn_params& p, const kdt_kv_cache& cache,
                                     const kdt_tree& tree, int32_t first, int32_t rows, int32_t thread,
-                                    Partial* partial) {
+                                    Partial* partial, bool are_halves) {
   const int32_t tile_row = w.tile * kTile + first;
   for (; block < end_block; ++block) {
     for (int32_t r = 0; r < TheBlocks::kRows; ++r) {
@@ -280,7 +311,7 @@ __device__ __noinline__ void poison(const WorkOf<TheBlocks>& w, int32_t block, i
               slot < 0 || (tree_mask(tree, w.b, query, slot / 64 * 64, w.request.node_count) >> slot % 64 & 1) != 0;
           if (!sees) continue;
           if (partial != nullptr) {
-            partial->at(first + i, d) = quiet_nan();
+            partial->set_nan(first + i, d, are_halves);
           } else {
             store_out(p, out_index(p, w.b, query, (tile_row + i) % p.num_heads) + d, quiet_nan());
           }
@@ -334,6 +365,17 @@ inline int32_t page_shift_of(const kdt_kv_cache& cache) {
   return shift;
 }
 
+// Whether all positions on the line of Cut, times one more than most_parts, are below 2^31, whatever the lengths
+// are.
+template <class TheBlocks>
+bool fits_32_bits(const kdt_verify_attn_params& p, const kdt_kv_cache& cache, int32_t head, int32_t most_parts) {
+  const int64_t most_rows = std::min(capacity_of(cache), int64_t{INT32_MAX});
+  const int64_t most_blocks = most_rows / TheBlocks::kRows + 2 + head;
+  return static_cast<double>(most_blocks) * static_cast<double>(p.batch_size) * static_cast<double>(tiles_of(p)) *
+             (most_parts + 1.0) <
+         2147483648.0;
+}
+
 // What the joining kernel knows of the plan: [batch_size, tiles], the first and the last part that have blocks of a
 // request in a tile. Written by the first of them; 0 and -1 for requests without blocks.
 struct Plan {
@@ -363,7 +405,8 @@ size_t plan_bytes(const kdt_verify_attn_params& p);
 Scratch scratch_of(void* workspace, const kdt_verify_attn_params& p);
 
 // Launches the kernel that joins the parts of rows whose tile was cut and writes those of requests without rows,
-// after one that was launched on as many blocks as there are multiprocessors.
-int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch);
+// after one that was launched on as many blocks as there are multiprocessors. `are_halves`: how that left them.
+int32_t enqueue_combine(const Session& session, const kdt_verify_attn_params& p, const Scratch& scratch,
+                        bool are_halves);
 
 }  // namespace kdt::cuda

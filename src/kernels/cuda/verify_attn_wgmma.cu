@@ -9,13 +9,13 @@
 // - The weights of a group's own block are operands in its registers; the other group has them from shared memory.
 // - Softmax in base 2. The maximum that is subtracted, one for both groups, follows the true one only when that has
 //   risen by more than 2^8: then the results so far are rescaled, which is rare.
-// - A third warpgroup, with few registers, does the rest. One thread loads the columns 0..255 of queries and
-// blocks,
-//   one the others; each half of a block is refilled when its reader is done, and read as its columns arrive, 64
-//   by 64. A warp plans, a piece of work ahead, and lets loads begin before it knows which blocks of the tree are
-//   seen. A warp works out what the query rows see of the blocks that are masked.
-// - Partial results and their joining are those of verify_attn_parts.cuh. Blocks begin at multiples of 64 rows, so
-//   that a page of 64 rows or more holds a block whole.
+// - A third warpgroup, with few registers, does the rest. One thread loads the columns 0..255 of queries and of
+//   blocks, one the others; each half of a block is refilled when its reader is done, and read as its columns
+//   arrive, 64 by 64. A warp plans, a piece of work ahead, and lets loads begin before it knows which blocks of the
+//   tree are seen. A warp works out what the query rows see of the blocks that are masked.
+// - Partial results and their joining are those of verify_attn_parts.cuh; in float16 where the results are rounded
+//   to bfloat16 anyway. Blocks begin at multiples of 64 rows, so that a page of 64 rows or more holds a block
+//   whole.
 //
 // Masks: only the blocks that reach into the tree, or before kv_start, or that lack a page are masked. Boxes
 // (pages, or 64 rows of one) that have no row of the request, or no page, are zeros; the other rows of a box come
@@ -46,6 +46,7 @@ constexpr int32_t kGroupThreads = 128, kConsumers = 2 * kGroupThreads, kThreads 
 constexpr uint32_t kChunkBytes = kBlock * 128;  // 64 rows by 64 columns
 constexpr int32_t kChunks = kQkDim / 64, kVChunks = kVDim / 64;
 constexpr size_t kHopperShared = 232448;
+constexpr int32_t kHead = 4;  // blocks that a further piece of work costs: queries, results, an empty pipeline
 
 using TheBlocks = Blocks<kBlock, true, kInStepBytesHopper>;
 using Work = WorkOf<TheBlocks>;
@@ -103,6 +104,11 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= kHopperShared);
 
+// Whether partial results are float16 (Partial).
+__host__ __device__ bool has_half_partials(const kdt_verify_attn_params& p) {
+  return p.q_dtype == KDT_BF16 && p.out_dtype == KDT_BF16;
+}
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define KDT_HOPPER 1
 #endif
@@ -112,7 +118,6 @@ constexpr int32_t kHalf = kVChunks / 2;
 // Where dynamic shared memory begins on Hopper in a kernel without static shared memory: the first 1,024 bytes are
 // the system's. As a constant, so that descriptors are constants; attend_hopper() checks it.
 constexpr uint32_t kSharedBase = 1024;
-constexpr int32_t kHead = 4;  // blocks that a further piece of work costs: queries, results, an empty pipeline
 constexpr int32_t kEarlyWeights = 2;  // of the four parts of a group's weights: stored before it waits for values
 constexpr int32_t kFoldEvery = 16;    // pairs between foldings of RowState::recent into weight
 constexpr int32_t kConsumerRegisters = 240, kLoaderRegisters = 24;
@@ -138,12 +143,14 @@ struct Requests {
 };
 
 // Blocks of all requests, how many have some, and the most of one. `mine` are the numbers of request `lane`.
+template <class Int>
 struct Counts {
-  int64_t blocks, requests;
+  Int blocks, requests;
   int32_t longest;
 };
-__device__ Counts count_blocks(const Requests& requests, int64_t batch_size, const AttnRequest& mine) {
-  Counts counts = {0, 0, 0};
+template <class Int>
+__device__ Counts<Int> count_blocks(const Requests& requests, int64_t batch_size, const AttnRequest& mine) {
+  Counts<Int> counts = {0, 0, 0};
   int32_t own = TheBlocks::count(mine);
   for (int64_t first = 0;;) {
     counts.blocks += __reduce_add_sync(kAllLanes, own);  // at most 2^31 / 64 a request
@@ -155,19 +162,21 @@ __device__ Counts count_blocks(const Requests& requests, int64_t batch_size, con
   }
 }
 
-// Sets `work` to the first piece of a part.
-__device__ void find_first_work(Work& work, const Requests& requests, int64_t batch_size, AttnRequest mine,
-                                const Cut& cut, const Share& share) {
+// Finds the first piece of a part: the lane that has it gives it to take().
+template <class Int, class Take>
+__device__ void find_first_work(const Requests& requests, int64_t batch_size, AttnRequest mine, const Cut& cut,
+                                const Share& share, const Take& take) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
-  const int64_t wanted = share.begin - share.tile * cut.blocks;
-  int64_t before = 0;
+  const Int wanted = static_cast<Int>(share.begin) - share.tile * static_cast<Int>(cut.blocks);
+  Int before = 0;
   for (int64_t first = 0;;) {
-    const int64_t b = first + lane;
     const int32_t own = cut.length(TheBlocks::count(mine)), sum = sum_up_to_lane(own);
-    const int64_t offset = before + (sum - own);
+    const Int offset = before + (sum - own);
     if (offset <= wanted && wanted < offset + own) {
+      Work work;
       work.offset = offset;
-      work.set(mine, b, cut, share.tile, share.begin, share.end);
+      work.set(mine, first + lane, cut, share.tile, static_cast<Int>(share.begin), static_cast<Int>(share.end));
+      take(work);
     }
     before += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
     if (before > wanted) break;
@@ -205,67 +214,84 @@ __device__ void find_wanted(Piece& piece, const kdt_verify_attn_params& p, const
   if (lane == 0) w.count = w.unmasked + wanted;
 }
 
-// Plans the first piece of this thread block. Returns whether there is one.
-__device__ bool plan_first(Shared& s, const kdt_verify_attn_params& p, const Requests& requests, int64_t tiles) {
+// One thread tells all others of piece k, which is in its place but for what follows from that, or that there is
+// none.
+__device__ void tell(Shared& s, uint32_t memory, uint32_t k, bool is, Work& w, int32_t num_heads) {
+  Piece& piece = s.pieces[k % 2];
+  piece.loads.unmasked = -1;
+  if (is) {
+    const int32_t first_query = w.tile * kTile;
+    w.unmasked = first_query < w.node_rows(num_heads) ? w.first_masked - w.first : 0;
+    piece.lacks_rows = 0;
+    piece.loads = {w.unmasked,
+                   static_cast<uint32_t>(w.first_row(w.first)),
+                   static_cast<uint32_t>(w.first_row(w.first_masked)),
+                   static_cast<uint32_t>(w.request.kv_start),
+                   static_cast<uint32_t>(w.request.prefix_len) + static_cast<uint32_t>(w.request.node_count),
+                   static_cast<uint32_t>(w.b),
+                   static_cast<uint32_t>(first_query)};
+  }
+  if (&w != &piece.work) piece.work = w;
+  arrive(memory + offsetof(Shared, piece_full) + k % 2 * 8);
+}
+
+// Plans the first piece of this thread block, and tells. Returns whether there is one.
+template <class Int>
+__device__ bool plan_first(Shared& s, uint32_t memory, const kdt_verify_attn_params& p, const Requests& requests,
+                           Int tiles) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kWarpSize;
   const AttnRequest mine = requests.of_lane(0);
   const int32_t most = static_cast<int32_t>(gridDim.x), block = static_cast<int32_t>(blockIdx.x);
-  const int32_t column = static_cast<int32_t>(most / tiles), row = static_cast<int32_t>(block / tiles);
-  const Counts counts = count_blocks(requests, p.batch_size, mine);
+  const int32_t column = static_cast<int32_t>(quotient<Int>(most, tiles)),
+                row = static_cast<int32_t>(quotient<Int>(block, tiles));
+  const Counts<Int> counts = count_blocks<Int>(requests, p.batch_size, mine);
   const bool even = counts.requests * counts.longest == counts.blocks;
-  const Cut cut(max(counts.blocks, int64_t{1}), counts.requests, even, kHead, TheBlocks::kInStepFrom, tiles, most,
-                column);
-  if (counts.blocks == 0 || block >= cut.parts) return false;
-  const Share share = cut.share(block, row);
-  if (lane == 0) {
+  const Cut cut(max(counts.blocks, Int{1}), counts.requests, even, kHead, static_cast<Int>(TheBlocks::kInStepFrom),
+                tiles, most, column);
+  if (counts.blocks == 0 || block >= cut.parts) {
+    if (lane == 0) tell(s, memory, 0, false, s.pieces[0].work, p.num_heads);
+    return false;
+  }
+  const Share share = cut.share<Int>(block, row);
+  bool is = false;
+  find_first_work<Int>(requests, p.batch_size, mine, cut, share, [&](Work& work) {
+    is = !work.empty();
     s.cut = cut;
     s.share = share;
-    s.streams = tiles == 1 || counts.blocks * (kBlock * kRowBytes) <= kStreamBytesHopper ? 1 : 0;
-  }
-  Work& w = s.pieces[0].work;
-  find_first_work(w, requests, p.batch_size, mine, cut, share);
-  return !w.empty();
+    s.streams = tiles == 1 || int64_t{counts.blocks} * (kBlock * kRowBytes) <= kStreamBytesHopper ? 1 : 0;
+    tell(s, memory, 0, is, work, p.num_heads);
+  });
+  return __any_sync(kAllLanes, is);
+}
+// Rarely, and not in the way of the other's instructions.
+__device__ __noinline__ bool plan_first_of_many(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
+                                                const Requests& requests, int64_t tiles) {
+  return plan_first<int64_t>(s, memory, p, requests, tiles);
 }
 
-// Plans piece k > 0; the piece before it is planned. Returns whether there is one.
+// Plans piece k > 0, and tells; the piece before it is planned. Returns whether there is one.
 __device__ bool plan_next(Shared& s, uint32_t memory, uint32_t k, const kdt_verify_attn_params& p,
                           const Requests& requests) {
   Work& w = s.pieces[k % 2].work;
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
   if (k > 1) wait_for_phase(memory + offsetof(Shared, piece_empty) + k % 2 * 8, (k / 2 - 1) & 1);
-  if (threadIdx.x % kWarpSize == 0) w = s.pieces[(k - 1) % 2].work;
+  if (first_lane) w = s.pieces[(k - 1) % 2].work;
   __syncwarp();
-  return next_work(w, requests, p.batch_size, s.cut, s.share.end);
+  const bool is = next_work(w, requests, p.batch_size, s.cut, s.share.end);
+  if (first_lane) tell(s, memory, k, is, w, p.num_heads);
+  __syncwarp();
+  return is;
 }
 
-// Tells all others of piece k, or that there is none; then what of the tree is seen.
-__device__ void publish(Shared& s, uint32_t memory, uint32_t k, bool is, const kdt_verify_attn_params& p,
-                        const kdt_tree& tree, const Plan& plan) {
+// Tells all others what is seen of the tree in piece k, and the joining kernel where the piece is.
+__device__ void tell_wanted(Shared& s, uint32_t memory, uint32_t k, const kdt_verify_attn_params& p,
+                            const kdt_tree& tree, const Plan& plan) {
   Piece& piece = s.pieces[k % 2];
-  Work& w = piece.work;
-  const bool first_lane = threadIdx.x % kWarpSize == 0;
-  if (first_lane) {
-    piece.loads.unmasked = -1;
-    if (is) {
-      const int32_t first_query = w.tile * kTile;
-      w.unmasked = first_query < w.node_rows(p.num_heads) ? w.first_masked - w.first : 0;
-      piece.lacks_rows = 0;
-      piece.loads = {w.unmasked,
-                     static_cast<uint32_t>(w.first_row(w.first)),
-                     static_cast<uint32_t>(w.first_row(w.first_masked)),
-                     static_cast<uint32_t>(w.request.kv_start),
-                     static_cast<uint32_t>(w.request.prefix_len) + static_cast<uint32_t>(w.request.node_count),
-                     static_cast<uint32_t>(w.b),
-                     static_cast<uint32_t>(first_query)};
-    }
-    arrive(memory + offsetof(Shared, piece_full) + k % 2 * 8);
-  }
-  __syncwarp();
-  if (!is) return;
   find_wanted(piece, p, tree);
   __syncwarp();
-  if (first_lane) {
+  if (threadIdx.x % kWarpSize == 0) {
     arrive(memory + offsetof(Shared, wanted_full) + k % 2 * 8);
-    plan.write_range(w, s.cut, s.share.part);
+    plan.write_range(piece.work, s.cut, s.share.part);
   }
 }
 
@@ -883,6 +909,32 @@ __device__ __forceinline__ void attend_second(Shared& s, uint32_t memory, const 
   }
 }
 
+// A group's results to its half of the columns of a partial result.
+__device__ __forceinline__ void store_halves(Partial& partial, const Place& at, const Results& results) {
+  float units[2];
+#pragma unroll
+  for (int32_t h = 0; h < 2; ++h) {
+    float some[4] = {};  // the largest of them, but for those that are no numbers
+#pragma unroll
+    for (int32_t k = 0; k < 64; ++k) {
+      const float size = fabsf(results[k / 2 * 4 + 2 * h + k % 2]);
+      some[k % 4] = fmaxf(some[k % 4], size < positive_infinity() ? size : 0.0f);
+    }
+    float largest = fmaxf(fmaxf(some[0], some[1]), fmaxf(some[2], some[3]));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    const int32_t exponent = exponent_for(largest);
+    units[h] = power_of_two(-exponent);
+    if (at.t == 0) partial.exponents[at.group][at.row + h * 8] = exponent;
+  }
+  uint2* const target = &partial.halves[at.warp][at.group * (kVDim / 8 / 2)][at.lane];
+#pragma unroll
+  for (int32_t j = 0; j < 32; ++j) {
+    target[j * kWarpSize] = make_uint2(pack<__half>(results[4 * j] * units[0], results[4 * j + 1] * units[0]),
+                                       pack<__half>(results[4 * j + 2] * units[1], results[4 * j + 3] * units[1]));
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_verify_attn_params& p,
                                         const kdt_kv_cache& cache, const kdt_tree& tree, Partial* partials,
@@ -938,12 +990,17 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
     if (thread < 2) s.rose[thread] = 0;
     if (thread < 8) s.warp_rose[thread / 4][thread % 4] = 0;
     Partial* const partial = w.whole() ? nullptr : &partials[s.share.part * 2 + (w.first == 0 ? 1 : 0)];
+    const bool are_halves = has_half_partials(p);
     if (partial != nullptr && first_row + warp * 16 < query_rows) {
-      float4* const target = &partial->values[warp][at.group * (kVDim / 8 / 2)][lane];
+      if (are_halves) {
+        store_halves(*partial, at, results);
+      } else {
+        float4* const target = &partial->values[warp][at.group * (kVDim / 8 / 2)][lane];
 #pragma unroll
-      for (int32_t j = 0; j < 32; ++j) {
-        target[j * kWarpSize] =
-            make_float4(results[4 * j], results[4 * j + 1], results[4 * j + 2], results[4 * j + 3]);
+        for (int32_t j = 0; j < 32; ++j) {
+          target[j * kWarpSize] =
+              make_float4(results[4 * j], results[4 * j + 1], results[4 * j + 2], results[4 * j + 3]);
+        }
       }
     }
 #pragma unroll
@@ -979,8 +1036,9 @@ __device__ __forceinline__ void consume(Shared& s, uint32_t memory, const kdt_ve
       // Of masked blocks: where pages are missing all are, else those that reach into the tree or before kv_start.
       const bool all = piece.lacks_rows != 0;
       const int32_t end = all ? w.first_masked : w.first_row(w.first) < w.request.kv_start ? w.first + 1 : w.first;
-      poison<T, kConsumers>(w, w.first, min(end, w.first_masked), p, cache, tree, 0, kTile, thread, partial);
-      poison<T, kConsumers>(w, w.first_masked, w.end, p, cache, tree, 0, kTile, thread, partial);
+      poison<T, kConsumers>(w, w.first, min(end, w.first_masked), p, cache, tree, 0, kTile, thread, partial,
+                            are_halves);
+      poison<T, kConsumers>(w, w.first_masked, w.end, p, cache, tree, 0, kTile, thread, partial, are_halves);
     }
     sync_part<kConsumers>(kAll);  // shared memory has been read
     if (lane == 0) arrive(memory + offsetof(Shared, piece_empty) + k % 2 * 8);
@@ -994,7 +1052,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     attend_hopper(const __grid_constant__ kdt_verify_attn_params p, const __grid_constant__ kdt_kv_cache cache,
                   const __grid_constant__ kdt_tree tree, const __grid_constant__ Plan plan, Partial* partials,
                   const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap query_map,
-                  const __grid_constant__ Boxes boxes, bool out_pairs) {
+                  const __grid_constant__ Boxes boxes, bool out_pairs, bool is_small) {
 #ifdef KDT_HOPPER
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -1021,16 +1079,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barrier(memory + offsetof(Shared, queries_empty), kConsumerWarps);
     fence_barriers();
   }
-  trigger_dependents();  // all blocks run at once, so those of the next kernel take nothing from them
-  const Requests requests = {p, cache, tree, live_requests(p.num_live, p.batch_size)};
-  bool planned = role == kPlanner && plan_first(s, p, requests, plan.tiles);
   __syncthreads();
+  wait_for_primary();
+  trigger_dependents();  // all blocks run at once, so those of the next kernel take nothing from them
   if (warp < kConsumerWarps) {
     take_registers<kConsumerRegisters>();
     consume<T>(s, memory, p, cache, tree, partials, out_pairs);
     return;
   }
-  if (role == kPlanner) publish(s, memory, 0, planned, p, tree, plan);
+  const Requests requests = {p, cache, tree, live_requests(p.num_live, p.batch_size)};
+  bool planned = false;
+  if (role == kPlanner) {
+    planned = is_small ? plan_first<int32_t>(s, memory, p, requests, static_cast<int32_t>(plan.tiles))
+                       : plan_first_of_many(s, memory, p, requests, plan.tiles);
+    if (planned) tell_wanted(s, memory, 0, p, tree, plan);
+  }
   give_registers<kLoaderRegisters>();
   if (role == kLeftLoader && lane == 0) load<0>(s, memory, cache, map, query_map, boxes);
   if (role == kRightLoader && lane == 0) load<1>(s, memory, cache, map, query_map, boxes);
@@ -1038,7 +1101,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (role == kPlanner) {
     const auto go_on = [&](uint32_t k) {
       planned = plan_next(s, memory, k, p, requests);
-      publish(s, memory, k, planned, p, tree, plan);
+      if (planned) tell_wanted(s, memory, k, p, tree, plan);
     };
     if (planned) go_on(1);
     write_statuses(p, cache, tree, requests.live, plan);  // the next piece has to wait anyway
@@ -1112,10 +1175,11 @@ bool map_queries(const kdt_verify_attn_params& p, const Boxes& boxes, CUtensorMa
 template <class T>
 int32_t launch_attend(const Session& session, const AttnCall& call, const Scratch& scratch, const CUtensorMap& map,
                       const CUtensorMap& query_map, const Boxes& boxes) {
-  return launch_kernel<sizeof(Shared), kHopperShared>(session, "verify_attn", attend_hopper<T>,
-                                                      session.context().multiprocessors, kThreads, After::kFinished,
-                                                      call.p, call.cache, call.tree, scratch.plan, scratch.partials,
-                                                      map, query_map, boxes, pairs_are_aligned(call.p));
+  const int32_t grid = session.context().multiprocessors;
+  return launch_kernel<sizeof(Shared), kHopperShared>(
+      session, "verify_attn", attend_hopper<T>, grid, kThreads, After::kTriggered, call.p, call.cache, call.tree,
+      scratch.plan, scratch.partials, map, query_map, boxes, pairs_are_aligned(call.p),
+      fits_32_bits<TheBlocks>(call.p, call.cache, kHead, grid));
 }
 
 }  // namespace
@@ -1127,7 +1191,7 @@ std::optional<int32_t> enqueue_wgmma(const Session& session, const AttnCall& cal
   const Scratch scratch = scratch_of(workspace, call.p);
   const auto start = call.p.q_dtype == KDT_BF16 ? launch_attend<__nv_bfloat16> : launch_attend<__half>;
   KDT_TRY(start(session, call, scratch, map, query_map, boxes));
-  return enqueue_combine(session, call.p, scratch);
+  return enqueue_combine(session, call.p, scratch, has_half_partials(call.p));
 }
 
 }  // namespace kdt::cuda
