@@ -369,7 +369,8 @@ inline int32_t page_shift_of(const kdt_kv_cache& cache) {
 // are.
 template <class TheBlocks>
 bool fits_32_bits(const kdt_verify_attn_params& p, const kdt_kv_cache& cache, int32_t head, int32_t most_parts) {
-  const int64_t most_rows = std::min(capacity_of(cache), int64_t{INT32_MAX});
+  const int64_t most_rows =
+      std::max(std::min(capacity_of(cache), int64_t{INT32_MAX}), int64_t{p.num_queries});  // nodes need no room
   const int64_t most_blocks = most_rows / TheBlocks::kRows + 2 + head;
   return static_cast<double>(most_blocks) * static_cast<double>(p.batch_size) * static_cast<double>(tiles_of(p)) *
              (most_parts + 1.0) <
